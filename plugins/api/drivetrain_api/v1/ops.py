@@ -1,0 +1,73 @@
+"""How an op is named, described, asked for, provided or declined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+Implementation = Callable[..., Any]
+GraphSupport = Literal["never", "one_token", "uniform", "any"]
+LengthsNeeded = Literal["device", "host_bound", "host_exact"]
+RowOrder = Literal["any", "decode_first"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """A frozen description of one case of an op. Subclasses name the op and its version, ``group.name/version``.
+
+    Equal specs are the same case: an implementation bound for one serves every layer with an equal one.
+    Dtypes are torch's names as text ("float32", "bfloat16"), so that specs load without torch.
+    """
+
+    op: ClassVar[str] = ""
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTraits:
+    """What is true of an implementation. Conservative defaults: unknown means no."""
+
+    batch_invariant: bool = False
+    graph: GraphSupport = "never"
+    waits_per_step: int = 0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provided:
+    """An implementation of one spec. ``label`` is what ``engine explain`` prints, e.g. ``native`` or a kernel's name.
+
+    ``implementation`` is a plain callable for pointwise ops and a provider object (``PagedAttention``, ``Linear``,
+    ``Sampler`` ...) for the groups that need more than one call; each spec's docstring says which.
+    """
+
+    implementation: Any
+    label: str
+    traits: OpTraits = OpTraits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decline:
+    """This backend has no implementation of that spec; the core serves it by the torch reference and says so."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """A claim on a run of consecutive specs: ``count`` of them, from the first, done by one implementation."""
+
+    count: int
+    provided: Provided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """Host values agreed before a step by every rank; what an implementation may choose by."""
+
+    num_tokens: int
+    num_rows: int
+    decode_only: bool
+    max_query_len: int
+    max_length_bound: int

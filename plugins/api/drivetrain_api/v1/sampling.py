@@ -1,0 +1,107 @@
+"""Sampling and the preparation of a step's inputs from rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .ops import OpSpec
+
+if TYPE_CHECKING:
+    import torch
+
+STREAM_TARGET, STREAM_DRAFT, STREAM_ACCEPT, STREAM_RESIDUAL = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingInputs:
+    """One entry for each logits row, N of them. Host facts tell which work no row needs."""
+
+    temperature: torch.Tensor  # [N] float32; 0 = greedy
+    top_k: torch.Tensor  # [N] int32; 0 = off
+    top_p: torch.Tensor  # [N] float32; 1 = off
+    min_p: torch.Tensor  # [N] float32; 0 = off
+    seed: torch.Tensor  # [N] int64, the request's 64-bit seed as a signed number
+    position: torch.Tensor  # [N] int32, the position of the token drawn (its index in the sequence)
+    sample: torch.Tensor  # [N] int32, sample index
+    mask: torch.Tensor | None  # [N, ceil(vocabulary / 32)] int32, bit i of word w allows token 32 w + i; None = all
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawSpec(OpSpec):
+    """``fn(logits [N, vocabulary], inputs: SamplingInputs, stream: int) -> tokens [N] int32``.
+
+    Order: mask, temperature, top-k, top-p, min-p, then the draw. Greedy rows take the largest logit. Others the
+    largest logit/T - log(-log1p(-u)) with u = (x + 1/2) 2^-32 and x from Philox4x32-10 (Salmon et al. 2011):
+    key = seed (low word first), counter = (token // 4, position, sample, stream), word token mod 4.
+    Ties go to the lowest token id. ``vocabulary_offset`` is the id of the first logit (sharded vocabularies).
+    """
+
+    op: ClassVar[str] = "sample.draw/1"
+    vocabulary: int
+    vocabulary_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsSpec(OpSpec):
+    """``fn(logits [N, vocabulary], tokens [N], k) -> (logprob [N], rank [N], top_ids [N, k], top_logprobs [N, k])``.
+
+    Natural log of the softmax of the raw logits in float32; rank 1 is the likeliest; ties: lowest id first.
+    """
+
+    op: ClassVar[str] = "sample.logprobs/1"
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareInputs:
+    """Device inputs of ``input.prepare/1``. B rows, T tokens; block tables are those of one cache group each."""
+
+    rows: torch.Tensor  # [B] row of the table; the last row of the table is the padding row
+    start: torch.Tensor  # [B] first position of this step, or -1: take the row's own count of computed tokens
+    token_row: torch.Tensor  # [T] row b of each token
+    token_offset: torch.Tensor  # [T] its offset inside the row's query
+    host_ids: torch.Tensor  # [T] token ids of prefill rows; others are taken from the row's last tokens
+    num_new: torch.Tensor  # [B] query tokens of each row; 0 = padded row
+    computed: torch.Tensor  # [R] table: tokens computed
+    last_tokens: torch.Tensor  # [R, k + 1] table: last token, then drafts
+    block_tables: tuple[torch.Tensor, ...]  # each [R, W_g] table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What ``input.prepare/1`` returns, on the device."""
+
+    ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    base: torch.Tensor  # [B] first position of each row in this step
+    lengths: torch.Tensor  # [B] base + num_new; 0 for padded rows
+    tables: tuple[torch.Tensor, ...]  # each [B, width_g]
+    slots: tuple[torch.Tensor, ...]  # each [T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareSpec(OpSpec):
+    """``fn(inputs: PrepareInputs, widths: tuple[int, ...]) -> Prepared``. ``dtype`` is the slot dtype.
+
+    ``block_tokens``: one for each group. A padded token's slot is 0.
+    """
+
+    op: ClassVar[str] = "input.prepare/1"
+    block_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifySpec(OpSpec):
+    """``fn(draws [B, k + 1], drafts [B, k], num_drafts [B]) -> accepted [B] int32`` in 1 .. k + 1.
+
+    A draft is accepted while it equals the target's own draw at its place; the first draw that differs (or the one
+    after the last draft) is kept too.
+    """
+
+    op: ClassVar[str] = "sample.verify/1"
+    max_drafts: int

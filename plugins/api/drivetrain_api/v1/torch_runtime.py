@@ -1,0 +1,355 @@
+"""A ``DeviceRuntime`` composed over torch for one device type. Torch is imported when it is made, not before."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from .device import Counters, DeviceRuntime, ErrorClass, Event, Health, HostCopy, MemoryInfo, Stream
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+def torch_runtime(device_type: str, index: int | None = None) -> DeviceRuntime:
+    """Compose a runtime of ``torch.<device_type>``'s device module; the host's own memory for a synchronous one.
+
+    Raises RuntimeError when this torch has no such device type.
+    """
+    import torch
+
+    device = torch.device(device_type) if index is None else torch.device(device_type, index)
+    module = torch.get_device_module(device)
+    if hasattr(module, "Stream") and device_type != "cpu":
+        return _AsynchronousRuntime(device, module)
+    return _SynchronousRuntime(device)
+
+
+class _Tensors:
+    """Making tensors and copying them in, the same for every torch device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.waits = 0
+        self.to_host_count = 0
+        self.to_device_count = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def from_host(self, value: np.ndarray | torch.Tensor) -> torch.Tensor:
+        import torch
+
+        self.to_device_count += 1
+        source = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+        return source.to(self.device, copy=True)
+
+    def upload(self, source: np.ndarray, target: torch.Tensor) -> None:
+        import torch
+
+        self.to_device_count += 1
+        target.copy_(torch.from_numpy(source), non_blocking=True)
+
+    def counters(self) -> Counters:
+        return Counters(
+            waits=self.waits, copies_to_host=self.to_host_count, copies_to_device=self.to_device_count
+        )
+
+
+class _Done:
+    """The event and the finished copy of a device whose calls have finished when they return."""
+
+    def __init__(self, arrays: tuple[np.ndarray, ...] = ()) -> None:
+        self._arrays = arrays
+
+    def done(self) -> bool:
+        return True
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    def get(self) -> tuple[np.ndarray, ...]:
+        return self._arrays
+
+
+class _OneStream:
+    """The only stream of a synchronous device."""
+
+    def record(self) -> Event:
+        return _Done()
+
+    def wait_event(self, event: Event) -> None:
+        event.wait()
+
+
+class _SynchronousRuntime:
+    """Host memory and torch's own kernels; nothing is ever pending."""
+
+    asynchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._tensors = _Tensors(device)
+        self.device = device
+        self.empty = self._tensors.empty
+        self.zeros = self._tensors.zeros
+        self.from_host = self._tensors.from_host
+        self.upload = self._tensors.upload
+        self.counters = self._tensors.counters
+        self._floor = resident_bytes()
+        self._stream = _OneStream()
+
+    def activate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        self._tensors.to_host_count += 1
+        return _Done(tuple(t.detach().cpu().numpy().copy() for t in tensors))
+
+    def stream(self) -> Stream:
+        return self._stream
+
+    def new_stream(self) -> Stream:
+        return _OneStream()
+
+    def use(self, stream: Stream) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        return None
+
+    def memory(self) -> MemoryInfo:
+        free, total = host_memory()
+        now = resident_bytes()
+        return MemoryInfo(free=free, total=total, allocated=now, peak=max(now, peak_resident_bytes()))
+
+    def reset_peak(self) -> None:
+        reset_peak_resident()
+
+    def trim(self) -> None:
+        trim_host_heap()
+
+    def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        import numpy as np
+
+        return np.zeros(tuple(shape), dtype)
+
+    def classify_error(self, error: BaseException) -> ErrorClass:
+        return classify_torch_error(error)
+
+    def health(self) -> Health:
+        return Health(ok=True)
+
+    def affinity(self) -> frozenset[int]:
+        return frozenset()
+
+    def profile(self, name: str) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.profiler.record_function(name)
+
+
+class _DeviceCopy:
+    """Host copies that become valid when their event is done."""
+
+    def __init__(self, owner: _AsynchronousRuntime, tensors: tuple[torch.Tensor, ...], event: Any) -> None:
+        self._owner, self._tensors, self._event = owner, tensors, event
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def get(self) -> tuple[np.ndarray, ...]:
+        if not self._event.query():
+            self._owner.count_wait()
+            self._event.synchronize()
+        return tuple(t.numpy() for t in self._tensors)
+
+
+class _DeviceEvent:
+    def __init__(self, owner: _AsynchronousRuntime, event: Any) -> None:
+        self._owner, self.raw = owner, event
+
+    def done(self) -> bool:
+        return bool(self.raw.query())
+
+    def wait(self) -> None:
+        if not self.raw.query():
+            self._owner.count_wait()
+            self.raw.synchronize()
+
+
+class _DeviceStream:
+    def __init__(self, owner: _AsynchronousRuntime, raw: Any) -> None:
+        self._owner, self.raw = owner, raw
+
+    def record(self) -> Event:
+        return _DeviceEvent(self._owner, self.raw.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        if isinstance(event, _DeviceEvent):
+            self.raw.wait_event(event.raw)
+        else:
+            event.wait()
+
+
+class _AsynchronousRuntime:
+    """A torch device module with streams and events. Page-locked host memory where torch offers it."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._tensors, self._module = _Tensors(device), module
+        self.device = device
+        self.empty = self._tensors.empty
+        self.zeros = self._tensors.zeros
+        self.from_host = self._tensors.from_host
+        self.upload = self._tensors.upload
+        self.counters = self._tensors.counters
+
+    def count_wait(self) -> None:
+        """Add one to the waits."""
+        self._tensors.waits += 1
+
+    def activate(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._module.device(self.device)
+        return context
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        self._tensors.to_host_count += 1
+        copies = tuple(t.detach().to("cpu", non_blocking=True) for t in tensors)
+        return _DeviceCopy(self, copies, self._module.current_stream(self.device).record_event())
+
+    def stream(self) -> Stream:
+        return _DeviceStream(self, self._module.current_stream(self.device))
+
+    def new_stream(self) -> Stream:
+        return _DeviceStream(self, self._module.Stream(device=self.device))
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        with self._module.stream(getattr(stream, "raw", stream)):
+            yield
+
+    def synchronize(self) -> None:
+        self.count_wait()
+        self._module.synchronize(self.device)
+
+    def memory(self) -> MemoryInfo:
+        free, total = self._module.mem_get_info(self.device)
+        return MemoryInfo(
+            free=free,
+            total=total,
+            allocated=self._module.memory_allocated(self.device),
+            peak=self._module.max_memory_allocated(self.device),
+        )
+
+    def reset_peak(self) -> None:
+        self._module.reset_peak_memory_stats(self.device)
+
+    def trim(self) -> None:
+        self._module.empty_cache()
+
+    def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        import numpy as np
+
+        return np.zeros(tuple(shape), dtype)
+
+    def classify_error(self, error: BaseException) -> ErrorClass:
+        return classify_torch_error(error)
+
+    def health(self) -> Health:
+        try:
+            self._module.synchronize(self.device)
+        except RuntimeError as error:
+            return Health(ok=False, detail=str(error))
+        return Health(ok=True)
+
+    def affinity(self) -> frozenset[int]:
+        return frozenset()
+
+    def profile(self, name: str) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.profiler.record_function(name)
+
+
+def classify_torch_error(error: BaseException) -> ErrorClass:
+    """Classify by torch's exception types, then by what allocators say."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return ErrorClass.OUT_OF_MEMORY
+    text = str(error).lower()
+    if "out of memory" in text or "can't allocate memory" in text or "not enough memory" in text:
+        return ErrorClass.OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno == errno.ENODEV:
+        return ErrorClass.DEVICE_LOST
+    return ErrorClass.UNKNOWN
+
+
+def host_memory() -> tuple[int, int]:
+    """Return (available, total) bytes of host memory, within the control group's limit where there is one."""
+    fields: dict[str, int] = {}
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            fields[name] = int(rest.split()[0]) * 1024
+    available, total = fields["MemAvailable"], fields["MemTotal"]
+    limit, used = _group_value("memory.max"), _group_value("memory.current")
+    if limit is not None and used is not None and limit < total:
+        available, total = min(available, max(0, limit - used)), limit
+    return available, total
+
+
+def _group_value(name: str) -> int | None:
+    try:
+        with open(f"/sys/fs/cgroup/{name}", encoding="ascii") as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def resident_bytes() -> int:
+    """Return this process's resident bytes."""
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Return the highest resident bytes since the process began or the peak was reset."""
+    return _status_bytes("VmHWM")
+
+
+def reset_peak_resident() -> None:
+    """Begin a new measurement of the peak. OSError where the kernel does not allow it."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+def trim_host_heap() -> None:
+    """Ask the C library to return free heap pages to the system; nothing where it has no such call."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
