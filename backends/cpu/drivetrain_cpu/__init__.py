@@ -1,0 +1,3 @@
+"""The CPU backend."""
+
+__version__ = "0.1.0"
