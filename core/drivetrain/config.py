@@ -49,11 +49,14 @@ class EngineConfig:
     strict: bool = False
     num_threads: int | None = None
     seed: int = 0
+    probe_timeout: float = 30.0
     backend_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("no model given", fix="name it: engine serve MODEL (a directory, a file or a hub id)")
+            raise ConfigError(
+                "no model given", fix="name it: engine serve MODEL (a directory, a file or a hub id)"
+            )
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load-format", self.load_format, LOAD_FORMATS)
         _one_of("scheduling-policy", self.scheduling_policy, POLICIES)
@@ -71,7 +74,8 @@ class EngineConfig:
                 raise ConfigError(f"{flag} is {getattr(self, name)}", fix=f"give {low} or more")
         if not 0.0 <= self.memory_utilization <= 1.0:
             raise ConfigError(
-                f"--memory-utilization is {self.memory_utilization}", fix="give a part between 0 and 1, such as 0.5"
+                f"--memory-utilization is {self.memory_utilization}",
+                fix="give a part between 0 and 1, such as 0.5",
             )
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"--num-threads is {self.num_threads}", fix="give 1 or more")

@@ -1,0 +1,1 @@
+"""Finding, proving and opening the one backend that was asked for."""

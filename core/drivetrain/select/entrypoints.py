@@ -1,0 +1,104 @@
+"""Backends and plugins as installed wheels announce them. Listing imports nothing of theirs."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from typing import Any
+
+from drivetrain.errors import ConfigError, DeviceError
+from drivetrain_api.v1.hooks import ENTRY_POINT_GROUP, PLUGIN_GROUP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendEntry:
+    """One name that ``--device`` takes. ``requirement``: the wheel's own requirement on the contract, as written."""
+
+    name: str
+    wheel: str
+    version: str
+    target: str
+    requirement: str | None
+    point: EntryPoint
+
+    @property
+    def title(self) -> str:
+        """The wheel as messages name it."""
+        return f"{self.wheel} {self.version}"
+
+
+def list_backends() -> tuple[BackendEntry, ...]:
+    """Return every installed backend entry, sorted by name then wheel; a wheel seen twice on the path counts once."""
+    found: dict[tuple[str, str, str], BackendEntry] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        dist = point.dist
+        wheel = dist.metadata["Name"] if dist is not None else "(no wheel)"
+        entry = BackendEntry(
+            name=point.name,
+            wheel=wheel,
+            version=dist.version if dist is not None else "?",
+            target=point.value,
+            requirement=_contract_requirement(dist),
+            point=point,
+        )
+        found.setdefault((point.name, wheel, point.value), entry)
+    return tuple(sorted(found.values(), key=lambda e: (e.name, e.wheel)))
+
+
+def find_backend(name: str, entries: tuple[BackendEntry, ...]) -> BackendEntry:
+    """Return the one entry of that name. DeviceError when there is none, or when two wheels claim it."""
+    named = [entry for entry in entries if entry.name == name]
+    if not named:
+        known = sorted({entry.name for entry in entries})
+        near = difflib.get_close_matches(name, known, 1)
+        have = f"installed backends: {', '.join(known)}" if known else "no backend wheel is installed"
+        hint = f"did you mean --device {near[0]}?" if near else f"pip install drivetrain-{name}"
+        raise DeviceError(f"--device {name}: no installed wheel provides it ({have})", fix=hint)
+    if len(named) > 1:
+        wheels = " and ".join(entry.title for entry in named)
+        raise DeviceError(
+            f"--device {name}: {len(named)} wheels claim that name: {wheels}",
+            fix=f"pip uninstall one of them, for example: pip uninstall {named[-1].wheel}",
+        )
+    return named[0]
+
+
+def find_plugin(kind: str, name: str) -> Any:
+    """Load the plugin ``kind:name`` and nothing else. ConfigError when it is missing, doubled or does not import."""
+    wanted = f"{kind}:{name}"
+    named = {
+        (p.value, p.dist.name if p.dist else ""): p
+        for p in entry_points(group=PLUGIN_GROUP)
+        if p.name == wanted
+    }
+    if not named:
+        kinds = sorted(p.name for p in entry_points(group=PLUGIN_GROUP) if p.name.startswith(kind + ":"))
+        have = ", ".join(kinds) or "none"
+        raise ConfigError(f"no plugin {wanted} is installed (of that kind: {have})", fix="install its wheel")
+    if len(named) > 1:
+        wheels = " and ".join(sorted(wheel for _, wheel in named))
+        raise ConfigError(f"plugin {wanted} is provided by {wheels}", fix="uninstall one of them")
+    (point,) = named.values()
+    try:
+        return point.load()
+    except Exception as error:
+        wheel = point.dist.name if point.dist else point.value
+        raise ConfigError(
+            f"plugin {wanted} of {wheel} does not import: {type(error).__name__}: {error}",
+            fix="repair that wheel",
+        ) from error
+
+
+def _contract_requirement(dist: Distribution | None) -> str | None:
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    for text in (dist.requires or []) if dist is not None else []:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if canonicalize_name(requirement.name) == "drivetrain-api":
+            return text
+    return None
