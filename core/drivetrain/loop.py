@@ -1,0 +1,109 @@
+"""The step loop. One step = one plan: schedule -> forward -> sample -> result -> commit.
+
+    while in_flight < depth: submit(schedule())     # plan N+1 while N runs
+    commit(poll())                                  # the oldest result first
+
+The scheduler decides which tokens are computed (``sched/scheduler.py``), owns every counter of a request
+(``sched/request.py``) and, through the cache manager, every block. The runner decides nothing: it runs plans in
+order and draws tokens. A plan is submitted twice: ``forward`` at once, ``sample`` when its late input is known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from drivetrain.dist.executor import Executor
+from drivetrain.params import GenerateRequest, StepOutputs
+from drivetrain.sched.grammar import GrammarSession
+from drivetrain.sched.plan import StepPlan
+from drivetrain.sched.scheduler import Scheduler, SchedulerStats
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan under way. ``late_pending``: its late rows have not been sampled yet."""
+
+    plan: StepPlan
+    late_pending: bool
+
+
+class Loop:
+    """The only caller of the scheduler and the executor of one replica. Not thread-safe: one thread owns it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}; at least one step must be in flight")
+        self.scheduler = scheduler
+        self.executor = executor
+        self.depth = depth
+        self._flights: deque[Flight] = deque()
+        self._steps = 0
+
+    def submit(self, request: GenerateRequest, grammar: GrammarSession | None = None) -> None:
+        """Queue a request. RequestError when it can never be served; nothing else is disturbed."""
+        self.scheduler.add(request, grammar)
+
+    def abort(self, request_id: int) -> None:
+        """End a request; its tokens in flight are dropped. Unknown ids are ignored: it may just have finished."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Return whether ``step`` would do anything."""
+        return bool(self._flights) or self.scheduler.has_work()
+
+    def step(self) -> tuple[StepOutputs, ...]:
+        """Fill the pipeline, then commit the oldest result. Returns what the outside must hear, in order."""
+        while len(self._flights) < self.depth and (plan := self.scheduler.schedule()) is not None:
+            self._submit(plan)
+        outputs = self.scheduler.take_events()
+        if self._flights:
+            self._sample_late()
+            outputs = (*outputs, self._commit_oldest())
+            self._sample_late()
+        return outputs
+
+    def _submit(self, plan: StepPlan) -> None:
+        self.executor.forward(plan)
+        self.executor.sample(plan.plan_id, None)
+        self._flights.append(Flight(plan, bool(plan.late_rows)))
+
+    def _sample_late(self) -> None:
+        """Submit the late input of every plan, oldest first, whose earlier tokens are all known to the host."""
+        for flight in self._flights:
+            if flight.late_pending:
+                late = self.scheduler.late_input(flight.plan)
+                if late is None:
+                    return
+                self.executor.sample(flight.plan.plan_id, late)
+                flight.late_pending = False
+
+    def _commit_oldest(self) -> StepOutputs:
+        result = self.executor.poll(wait=True)
+        flight = self._flights.popleft()
+        assert result is not None and result.plan_id == flight.plan.plan_id, "results come in the order of plans"
+        self._steps += 1
+        return self.scheduler.commit(flight.plan, result)
+
+    @property
+    def in_flight(self) -> int:
+        """Plans submitted and not yet committed."""
+        return len(self._flights)
+
+    @property
+    def steps(self) -> int:
+        """Plans committed since the loop was made."""
+        return self._steps
+
+    def stats(self) -> SchedulerStats:
+        """Return the present figures; all gauges are 0 when nothing is queued or running."""
+        return self.scheduler.stats()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError naming the first inconsistency of blocks, slabs, index and counters."""
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Drop what is in flight and release the device."""
+        self._flights.clear()
+        self.executor.close()
