@@ -19,7 +19,6 @@ COMMANDS = {
     "plan": "print the memory plan of a model before loading it",
     "bench": "measure latency or throughput",
     "env": "print versions and the environment that matter in a report",
-    "new-backend": "start a backend wheel of your own from the template",
 }
 
 
