@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-# Before torch loads, here and in every process that a test starts: spinning threads would starve the other worker.
+# Before torch loads, here and in every process that a test starts: spinning threads starve the other worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may reach a model hub.
