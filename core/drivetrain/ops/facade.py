@@ -1,0 +1,107 @@
+"""``Ops``: one place where a spec becomes an implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.errors import DeviceError
+from drivetrain.ops.reference import REFERENCE, ReferenceOp
+from drivetrain.ops.report import OpChoice, Provider, provider_of
+from drivetrain_api.v1 import Backend, CacheLayout, CacheSpec, Decline, OpSpec, OpTraits
+
+HOT_GROUPS = ("attention", "linear")
+
+
+@dataclass(slots=True)
+class _Bound:
+    implementation: Any
+    provider: Provider
+    label: str
+    reason: str
+    traits: OpTraits
+    count: int = 0
+
+
+class Ops:
+    """Binds specs for one backend. The same spec always gives the same implementation object."""
+
+    def __init__(
+        self, backend: Backend, *, block_tokens: int, strict: bool = False, deterministic: bool = False
+    ) -> None:
+        """``strict``: attention and linears may not run on the reference.
+
+        ``deterministic``: every op must give a row the same bits whatever else is in the batch.
+        """
+        self.backend = backend
+        self.block_tokens = block_tokens
+        self._strict = strict
+        self._deterministic = deterministic
+        self._bound: dict[OpSpec, _Bound] = {}
+
+    def bind(self, spec: OpSpec) -> Any:
+        """Return the implementation of a spec: the backend's, or the reference where the backend declines.
+
+        Raises DeviceError for an op without any implementation, for a hot op on the reference under
+        ``strict``, and under ``deterministic`` for an op of which no batch-invariant implementation exists.
+        """
+        bound = self._bound.get(spec)
+        if bound is None:
+            bound = self._choose(spec)
+            self._bound[spec] = bound
+        bound.count += 1
+        return bound.implementation
+
+    def layout(self, spec: CacheSpec) -> CacheLayout:
+        """Say how the backend would store a layer with that cache, at this engine's block size."""
+        return self.backend.storage.layout(spec, self.block_tokens)
+
+    @property
+    def report(self) -> tuple[OpChoice, ...]:
+        """One entry a bound spec, in order of first binding."""
+        return tuple(
+            OpChoice(
+                op=spec.op,
+                spec=spec,
+                provider=b.provider,
+                label=b.label,
+                reason=b.reason,
+                traits=b.traits,
+                count=b.count,
+            )
+            for spec, b in self._bound.items()
+        )
+
+    def _choose(self, spec: OpSpec) -> _Bound:
+        answer = self.backend.provide(spec)
+        if isinstance(answer, Decline):
+            return self._reference(spec, answer.reason)
+        if self._deterministic and not answer.traits.batch_invariant:
+            return self._reference(spec, f"{answer.label} is not batch-invariant")
+        return _Bound(answer.implementation, provider_of(answer), answer.label, "", answer.traits)
+
+    def _reference(self, spec: OpSpec, reason: str) -> _Bound:
+        reference = REFERENCE.get(spec.op)
+        if reference is None:
+            raise DeviceError(
+                f"no implementation of {spec.op}: the backend says {reason!r} and there is no reference",
+                fix=f"ops with a reference: {', '.join(sorted(REFERENCE))}",
+            )
+        if self._strict and spec.op.split(".")[0].split("/")[0] in HOT_GROUPS:
+            raise DeviceError(
+                f"{spec.op} would run on the reference ({reason}), which --strict refuses: {spec}",
+                fix="use a backend or a dtype that has this op, or drop --strict",
+            )
+        make = self._make(reference, reason)
+        traits = OpTraits(batch_invariant=reference.invariant is not None and make is reference.invariant)
+        return _Bound(make(spec), "reference", "reference", reason, traits)
+
+    def _make(self, reference: ReferenceOp, reason: str) -> Any:
+        if not self._deterministic:
+            return reference.make
+        if reference.invariant is None:
+            raise DeviceError(
+                f"{reference.op} has no batch-invariant implementation ({reason}): --deterministic needs one",
+                fix="drop --deterministic or use a backend that has one",
+            )
+        return reference.invariant

@@ -1,0 +1,77 @@
+"""norm.rms and norm.add_rms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from drivetrain.ops.cases.pointwise import add_rms_cases, rms_cases
+from drivetrain.ops.reference.kinds import Cost, ReferenceOp, pointwise_tolerance, row_cost, wide
+from drivetrain_api.v1 import AddRmsNormSpec, BatchFacts, RmsNormSpec
+
+NormSpec = RmsNormSpec | AddRmsNormSpec
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis; x [..., size], weight [size].
+
+    The mean, the root and the quotient are float32. Then, with ``round_before_weight``, the quotient is
+    rounded to x's dtype and the product is of that dtype; without, the product is float32 and rounded once.
+    """
+    x32 = wide(x)
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + spec.eps)
+    if spec.round_before_weight:
+        scale = weight + spec.offset if spec.offset else weight
+        return normed.to(x.dtype) * scale
+    scale = wide(weight) + spec.offset if spec.offset else wide(weight)
+    return (normed * scale).to(x.dtype)
+
+
+def make_rms(spec: RmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """norm.rms/1: ``fn(x [..., size], weight [size]) -> [..., size]``; see ``rms``."""
+    return lambda x, weight: rms(x, weight, spec)
+
+
+def make_add_rms(
+    spec: AddRmsNormSpec,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """norm.add_rms/1: ``fn(x, residual, weight) -> (normed, total)``: total = x + residual, rounded to the
+    dtype; normed = norm.rms of that total.
+    """
+
+    def add_rms(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return rms(total, weight, spec), total
+
+    return add_rms
+
+
+def rms_cost(spec: RmsNormSpec, facts: BatchFacts) -> Cost:
+    """Read and write a row; four operations an element."""
+    return row_cost(spec, facts, 2 * spec.size, 4 * spec.size)
+
+
+def add_rms_cost(spec: AddRmsNormSpec, facts: BatchFacts) -> Cost:
+    """Read two rows, write two; five operations an element."""
+    return row_cost(spec, facts, 4 * spec.size, 5 * spec.size)
+
+
+RMS_NORM = ReferenceOp(
+    op=RmsNormSpec.op,
+    make=make_rms,
+    invariant=make_rms,
+    cases=rms_cases,
+    tolerance=pointwise_tolerance,
+    cost=rms_cost,
+)
+ADD_RMS_NORM = ReferenceOp(
+    op=AddRmsNormSpec.op,
+    make=make_add_rms,
+    invariant=make_add_rms,
+    cases=add_rms_cases,
+    tolerance=pointwise_tolerance,
+    cost=add_rms_cost,
+)

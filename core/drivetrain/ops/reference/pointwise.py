@@ -1,0 +1,76 @@
+"""activation.gated and soft_cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from drivetrain.ops.cases.pointwise import gated_cases, soft_cap_cases
+from drivetrain.ops.reference.kinds import Cost, ReferenceOp, pointwise_tolerance, row_cost, wide
+from drivetrain_api.v1 import BatchFacts, GatedActivationSpec, SoftCapSpec
+
+Pointwise = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Pointwise] = {"silu": functional.silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+
+
+def make_gated(spec: GatedActivationSpec) -> Pointwise:
+    """activation.gated/1: ``fn(gate_up [T, 2 * size]) -> [T, size]``: act(first half) * second half.
+
+    silu(x) = x / (1 + e^-x); gelu(x) = x/2 (1 + erf(x / sqrt 2)); gelu_tanh(x) = x/2 (1 + tanh(sqrt(2/pi)
+    (x + 0.044715 x^3))). The activation is rounded to the dtype before it multiplies.
+    """
+    activation = ACTIVATIONS[spec.kind]
+
+    def gated(gate_up: torch.Tensor) -> torch.Tensor:
+        return activation(gate_up[..., : spec.size]) * gate_up[..., spec.size :]
+
+    return gated
+
+
+def make_soft_cap(spec: SoftCapSpec) -> Pointwise:
+    """soft_cap/1: ``fn(x) -> cap * tanh(x / cap)``, computed in float32, of x's dtype and shape."""
+
+    def soft_cap(x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(wide(x) / spec.cap) * spec.cap).to(x.dtype)
+
+    return soft_cap
+
+
+def gated_cost(spec: GatedActivationSpec, facts: BatchFacts) -> Cost:
+    """Read two halves, write one; about ten operations an element."""
+    return row_cost(spec, facts, 3 * spec.size, 10 * spec.size)
+
+
+def soft_cap_cost(spec: SoftCapSpec, facts: BatchFacts) -> Cost:
+    """For one element a token: its size is not in the spec."""
+    return row_cost(spec, facts, 2, 10)
+
+
+GATED_ACTIVATION = ReferenceOp(
+    op=GatedActivationSpec.op,
+    make=make_gated,
+    invariant=make_gated,
+    cases=gated_cases,
+    tolerance=pointwise_tolerance,
+    cost=gated_cost,
+)
+SOFT_CAP = ReferenceOp(
+    op=SoftCapSpec.op,
+    make=make_soft_cap,
+    invariant=make_soft_cap,
+    cases=soft_cap_cases,
+    tolerance=pointwise_tolerance,
+    cost=soft_cap_cost,
+)
