@@ -54,9 +54,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError(
-                "no model given", fix="name it: engine serve MODEL (a directory, a file or a hub id)"
-            )
+            raise ConfigError("no model given", fix="name it: engine serve MODEL (a directory, a file or a hub id)")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load-format", self.load_format, LOAD_FORMATS)
         _one_of("scheduling-policy", self.scheduling_policy, POLICIES)

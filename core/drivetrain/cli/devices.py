@@ -55,17 +55,13 @@ def _data(one: Survey) -> dict[str, Any]:
         "vendor": info.vendor if info else None,
         "proof": info.proof if info else None,
         "options": [
-            {"key": o.key, "kind": o.kind, "default": o.default, "help": o.help}
-            for o in (info.options if info else ())
+            {"key": o.key, "kind": o.kind, "default": o.default, "help": o.help} for o in (info.options if info else ())
         ],
         "outcome": one.probe.outcome,
         "reason": one.probe.reason,
         "fix": one.probe.fix,
         "devices": [
-            {
-                name: getattr(d, name)
-                for name in ("index", "name", "uuid", "memory_bytes", "architecture", "numa_node")
-            }
+            {name: getattr(d, name) for name in ("index", "name", "uuid", "memory_bytes", "architecture", "numa_node")}
             for d in one.probe.devices
         ],
     }

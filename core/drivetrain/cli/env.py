@@ -57,15 +57,11 @@ def collect() -> dict[str, dict[str, Any]]:
             found[name] = "not installed"
     return {
         "versions": {"python": sys.version.split()[0], **found},
-        "backends": {
-            e.name: f"{e.title} (contract {e.requirement or 'not stated'})" for e in list_backends()
-        },
+        "backends": {e.name: f"{e.title} (contract {e.requirement or 'not stated'})" for e in list_backends()},
         "machine": {
             "system": platform.platform(),
             "processor": platform.processor() or platform.machine(),
-            "cores usable": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cores usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory GiB": round(psutil.virtual_memory().total / 2**30, 1),
         },
         "environment": {

@@ -91,13 +91,9 @@ SERVER_FLAGS: tuple[Flag, ...] = (
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, as a positional or as ``--model``, and the configuration file."""
-    parser.add_argument(
-        "model_word", metavar="MODEL", nargs="?", help="a directory, a .gguf file, or a hub id"
-    )
+    parser.add_argument("model_word", metavar="MODEL", nargs="?", help="a directory, a .gguf file, or a hub id")
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
-    parser.add_argument(
-        "--config", metavar="FILE.yaml", help="read flags from a YAML file; flags given here win"
-    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="read flags from a YAML file; flags given here win")
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...]) -> None:
@@ -108,9 +104,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: tuple[Flag, ...]) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json [FILE]``."""
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON, to FILE or standard output"
-    )
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON, to FILE or standard output")
 
 
 def configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
@@ -167,12 +161,7 @@ def _typed(name: str, value: Any, hint: str) -> Any:
         hint == "<class 'float'>" and not isinstance(value, int | float)
     ):
         raise ConfigError(f"{flag} is {value!r}", fix="give a number")
-    if (
-        "str" in hint
-        and "Literal" not in hint
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
-    ):
+    if "str" in hint and "Literal" not in hint and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return value
 
@@ -186,6 +175,4 @@ def write_json(target: str, data: Any) -> None:
     try:
         Path(target).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"--json {target}: {error.strerror}", fix="give a path that can be written"
-        ) from error
+        raise ConfigError(f"--json {target}: {error.strerror}", fix="give a path that can be written") from error

@@ -38,9 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """Build the top-level parser. Imports no sub-command."""
-    top = Parser(
-        prog="engine", description="Serve and run language models on any device with a backend wheel."
-    )
+    top = Parser(prog="engine", description="Serve and run language models on any device with a backend wheel.")
     top.add_argument("--version", action="version", version=f"engine {__version__}")
     names = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, text in COMMANDS.items():

@@ -76,9 +76,7 @@ def parse_device(text: str) -> tuple[str, tuple[int, ...] | None]:
     try:
         ids = tuple(int(part) for part in rest.split(","))
     except ValueError:
-        raise DeviceError(
-            f"--device {text}: {rest!r} is not a list of numbers", fix=f"such as {name}:0,1"
-        ) from None
+        raise DeviceError(f"--device {text}: {rest!r} is not a list of numbers", fix=f"such as {name}:0,1") from None
     if len(set(ids)) != len(ids):
         raise DeviceError(f"--device {text} names a device twice", fix=f"such as {name}:0,1")
     return name, ids

@@ -67,11 +67,7 @@ def find_backend(name: str, entries: tuple[BackendEntry, ...]) -> BackendEntry:
 def find_plugin(kind: str, name: str) -> Any:
     """Load the plugin ``kind:name`` and nothing else. ConfigError when it is missing, doubled or does not import."""
     wanted = f"{kind}:{name}"
-    named = {
-        (p.value, p.dist.name if p.dist else ""): p
-        for p in entry_points(group=PLUGIN_GROUP)
-        if p.name == wanted
-    }
+    named = {(p.value, p.dist.name if p.dist else ""): p for p in entry_points(group=PLUGIN_GROUP) if p.name == wanted}
     if not named:
         kinds = sorted(p.name for p in entry_points(group=PLUGIN_GROUP) if p.name.startswith(kind + ":"))
         have = ", ".join(kinds) or "none"

@@ -33,9 +33,7 @@ def _typed(spec: OptionSpec, text: str) -> Value:
         if spec.kind == "float":
             return float(text)
     except ValueError:
-        raise DeviceError(
-            f"--backend-option {spec.key}={text}", fix=f"{spec.help}: give a {spec.kind}"
-        ) from None
+        raise DeviceError(f"--backend-option {spec.key}={text}", fix=f"{spec.help}: give a {spec.kind}") from None
     if spec.kind == "bool":
         if text.lower() not in TRUE + FALSE:
             raise DeviceError(f"--backend-option {spec.key}={text}", fix="give true or false")

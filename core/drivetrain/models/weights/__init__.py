@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors, GGUF and random weights, one tensor at a time, never pickle."""

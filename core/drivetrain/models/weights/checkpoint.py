@@ -1,0 +1,108 @@
+"""What a checkpoint is to the loader, and random weights for ``--load-format dummy``."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from drivetrain.errors import WeightsError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_NAMED = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A tensor as stored: ``dtype`` is torch's name or the storage format's, ``nbytes`` what the file holds."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+class Checkpoint(Protocol):
+    """Named tensors, read one at a time."""
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Return every tensor of the checkpoint, by its Hugging Face name."""
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one tensor on the host in that dtype. WeightsError naming the file when it can't be read."""
+
+    def close(self) -> None:
+        """Release the files."""
+
+
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, TensorInfo],
+    ignored: frozenset[str] = frozenset(),
+) -> None:
+    """Raise one WeightsError that names all missing, misshapen and extra tensors; extra ones may be ``ignored``."""
+    missing = sorted(set(expected) - set(found))
+    extra = sorted(set(found) - set(expected) - ignored)
+    wrong = [
+        f"{name} has shape {list(found[name].shape)}, the model needs {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in found and tuple(found[name].shape) != tuple(shape)
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {_names([_with_nearest(name, extra) for name in missing])}")
+    if wrong:
+        problems.append(f"{len(wrong)} misshapen: {_names(wrong)}")
+    if extra:
+        problems.append(f"{len(extra)} that the model does not have: {_names(extra)}")
+    if problems:
+        raise WeightsError(
+            "the checkpoint does not fit the model; " + "; ".join(problems),
+            fix="check that config.json belongs to these weights",
+        )
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _with_nearest(name: str, others: list[str]) -> str:
+    near = difflib.get_close_matches(name, others, 1, cutoff=0.9)
+    return f"{name} (there is {near[0]})" if near else name
+
+
+class DummyCheckpoint:
+    """Random weights of the expected shapes, a function of each tensor's name alone: equal on every machine.
+
+    Matrices are uniform with standard deviation 0.02; vectors (norm weights, biases) are near ``1`` for names
+    that end in ``norm.weight`` and near 0 otherwise.
+    """
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        self._infos = {
+            name: TensorInfo(shape=tuple(shape), dtype=dtype, nbytes=int(np.prod(shape, dtype=np.int64)) * 2)
+            for name, shape in expected.items()
+        }
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        shape = self._infos[name].shape
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        draws = np.random.Generator(np.random.Philox(key=key)).random(shape, np.float32)
+        values = (torch.from_numpy(draws) - 0.5) * (0.02 * 12**0.5)
+        if len(shape) == 1 and "norm" in name:
+            values += 1.0
+        return values.to(dtype)
+
+    def close(self) -> None:
+        """Nothing is held."""

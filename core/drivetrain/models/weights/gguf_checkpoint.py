@@ -1,0 +1,133 @@
+"""GGUF checkpoints under Hugging Face names, dequantized on reading, in row chunks that stay in the processor's cache."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from drivetrain.errors import WeightsError
+from drivetrain.models.weights.checkpoint import TensorInfo
+from drivetrain.models.weights.gguf_config import config_of
+from drivetrain.models.weights.gguf_file import GgufFile, GgufTensor, block_of
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_ELEMENTS = 1 << 18
+LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+IN_LAYER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+IGNORED = ("rope_freqs.weight",)
+
+
+class GgufCheckpoint:
+    """Tensors of one GGUF file. Gemma's norm weights lose the 1 that the format adds; Llama's q and k rows go back
+    from the format's interleaved order to Hugging Face's halves."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._architecture = str(file.metadata.get("general.architecture"))
+        self._gemma = self._architecture.startswith("gemma")
+        self._names = {
+            self._hugging_face(tensor.name): tensor for tensor in file.tensors.values() if tensor.name not in IGNORED
+        }
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        self._pool = ThreadPoolExecutor(min(4, workers))
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: TensorInfo(shape=tensor.shape, dtype=f"ggml:{tensor.kind}", nbytes=tensor.nbytes)
+            for name, tensor in self._names.items()
+        }
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        tensor = self._names[name]
+        out = torch.empty((int(np.prod(tensor.shape[:-1], dtype=np.int64)), tensor.shape[-1]), dtype=dtype)
+        rows = max(1, CHUNK_ELEMENTS // tensor.shape[-1])
+        starts = range(0, out.shape[0], rows)
+        list(self._pool.map(lambda at: self._fill(tensor, out, at, rows), starts))
+        out = out.reshape(tensor.shape)
+        if self._gemma and name.endswith("norm.weight"):
+            out = (self._exact(tensor) - 1.0).to(dtype)
+        if self._architecture == "llama" and re.search(r"self_attn\.[qk]_proj\.", name):
+            out = self._halves(out, name)
+        return out
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._file.close()
+
+    def _fill(self, tensor: GgufTensor, out: torch.Tensor, at: int, rows: int) -> None:
+        import torch
+
+        part = _dequantize(self._file.bytes_of(tensor)[at : at + rows], tensor)
+        out[at : at + rows].copy_(torch.from_numpy(part))
+
+    def _exact(self, tensor: GgufTensor) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(_dequantize(self._file.bytes_of(tensor), tensor)).reshape(tensor.shape)
+
+    def _halves(self, weight: torch.Tensor, name: str) -> torch.Tensor:
+        key = "llama.attention.head_count" if "q_proj" in name else "llama.attention.head_count_kv"
+        heads = int(self._file.metadata.get(key, self._file.metadata["llama.attention.head_count"]))
+        if weight.shape[0] % (2 * heads):
+            raise WeightsError(f"tensor {name} has {weight.shape[0]} rows for {heads} heads")
+        shaped = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+        return shaped.transpose(1, 2).reshape(weight.shape)
+
+    def _hugging_face(self, name: str) -> str:
+        if match := LAYER.fullmatch(name):
+            layer, part, kind = match.groups()
+            table = {**IN_LAYER, **GEMMA_NORMS} if self._gemma else IN_LAYER
+            if part in table:
+                return f"model.layers.{layer}.{table[part]}.{kind}"
+        stem, _, kind = name.rpartition(".")
+        if stem in GLOBAL:
+            return f"{GLOBAL[stem]}.{kind}"
+        return name
+
+
+def _dequantize(raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(tensor.kind)
+    elements, size = block_of(tensor.kind, tensor.name)
+    if elements == 1 and kind.name in ("F32", "F16", "F64"):
+        return raw.view(f"<f{size}").astype(np.float32)
+    try:
+        values: np.ndarray = gguf.quants.dequantize(raw, kind)
+    except NotImplementedError as error:
+        raise WeightsError(f"tensor {tensor.name} has type {kind.name}, which gguf can't dequantize") from error
+    return values
+
+
+def open_gguf(path: str | Path) -> tuple[GgufCheckpoint, dict[str, Any]]:
+    """Open a GGUF file; returns its checkpoint and its configuration."""
+    file = GgufFile(path)
+    return GgufCheckpoint(file), config_of(file)

@@ -1,0 +1,140 @@
+"""Safetensors checkpoints: one file or shards with an index, memory-mapped, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.errors import WeightsError
+from drivetrain.models.weights.checkpoint import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsCheckpoint:
+    """All tensors of a directory's safetensors files. Headers are checked when it is made; data is read on demand."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        claimed = self._index()
+        for path in self._paths(claimed):
+            for name, info in _header(path).items():
+                if name in self._where:
+                    raise WeightsError(f"tensor {name} is in both {self._where[name].name} and {path.name}")
+                self._where[name], self._infos[name] = path, info
+        for name, shard in claimed.items():
+            if self._where.get(name, Path()).name != shard:
+                raise WeightsError(
+                    f"{INDEX} says that {name} is in {shard}, which does not hold it",
+                    fix="download that shard again",
+                )
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        path = self._where[name]
+        if path not in self._files:
+            from safetensors import safe_open
+
+            self._files[path] = safe_open(str(path), framework="pt", device="cpu")
+        if self._infos[name].dtype not in {DTYPES[kind][0] for kind in FLOATS}:
+            raise WeightsError(
+                f"tensor {name} of {path.name} has dtype {self._infos[name].dtype}",
+                fix="this engine loads float weights; quantized formats are not served yet",
+            )
+        tensor: torch.Tensor = self._files[path].get_tensor(name)
+        return tensor.to(dtype)
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def _index(self) -> dict[str, str]:
+        path = self._directory / INDEX
+        if not path.exists():
+            return {}
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(shard) for name, shard in table.items()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise WeightsError(f"{path} is not an index of shards: {error!r}", fix="download it again") from error
+
+    def _paths(self, claimed: dict[str, str]) -> list[Path]:
+        if not claimed:
+            paths = sorted(self._directory.glob("*.safetensors"))
+            if not paths:
+                pickles = sorted(p.name for p in self._directory.glob("*.bin")) + sorted(
+                    p.name for p in self._directory.glob("*.pt*")
+                )
+                held = f"; {', '.join(pickles[:3])} would be unpickled, which can run code" if pickles else ""
+                raise WeightsError(
+                    f"{self._directory} holds no .safetensors file{held}",
+                    fix="convert the weights to safetensors",
+                )
+            return paths
+        paths = [self._directory / name for name in sorted(set(claimed.values()))]
+        for path in paths:
+            if path.parent != self._directory:
+                raise WeightsError(f"{INDEX} names {path}, outside the checkpoint", fix="repair the index")
+            if not path.exists():
+                raise WeightsError(f"shard {path.name} is missing from {self._directory}", fix="download it")
+        return paths
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    """Read and check one file's header (format: 8 bytes of length, JSON, data)."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise _cut(path, f"its header needs {length + 8} bytes, the file has {size}")
+        try:
+            table = json.loads(file.read(length))
+        except ValueError as error:
+            raise _cut(path, f"its header is not JSON: {error}") from error
+    found = {}
+    for name, entry in table.items():
+        if name == "__metadata__":
+            continue
+        try:
+            kind, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _cut(path, f"tensor {name} has no dtype, shape and offsets") from error
+        if kind not in DTYPES:
+            raise WeightsError(f"tensor {name} of {path.name} has the unknown dtype {kind}")
+        elements = 1
+        for dim in shape:
+            elements *= dim
+        if not 0 <= begin <= end or end - begin != elements * DTYPES[kind][1] or min(shape, default=0) < 0:
+            raise _cut(path, f"tensor {name} of shape {list(shape)} claims {end - begin} bytes")
+        if 8 + length + end > size:
+            raise _cut(path, f"tensor {name} ends at byte {8 + length + end}, the file has {size}")
+        found[name] = TensorInfo(shape=shape, dtype=DTYPES[kind][0], nbytes=end - begin)
+    return found
+
+
+def _cut(path: Path, what: str) -> WeightsError:
+    return WeightsError(f"{path} is damaged or cut short: {what}", fix="download it again")
