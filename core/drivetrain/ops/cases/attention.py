@@ -68,9 +68,7 @@ class Rows:
         at = np.arange(first, end)
         if self.lengths[row] == 0:
             return np.zeros(end - first, np.int64)
-        slots: np.ndarray = (
-            self.blocks[row][at // self.block_tokens] * self.block_tokens + at % self.block_tokens
-        )
+        slots: np.ndarray = self.blocks[row][at // self.block_tokens] * self.block_tokens + at % self.block_tokens
         return slots
 
     def query_slots(self) -> np.ndarray:
@@ -82,9 +80,7 @@ class Rows:
         return np.concatenate(spans)
 
 
-def make_rows(
-    rows: tuple[tuple[int, int], ...], block_tokens: int, slack: int, random: np.random.Generator
-) -> Rows:
+def make_rows(rows: tuple[tuple[int, int], ...], block_tokens: int, slack: int, random: np.random.Generator) -> Rows:
     """Give each row of (length, queries) its own blocks, in random order over a pool with spare blocks.
 
     ``slack``: by how much the host bounds of rows of up to four queries exceed the lengths.
@@ -172,9 +168,7 @@ def fill_cache(
     slot_dtype, size = spec.layout.slot_dtype, spec.layout.block_tokens
     every = np.arange(rows.num_blocks * size)
     dtype = torch_dtype(spec.dtype)
-    garbage = [
-        torch.full((len(every), *part.shape), float("nan"), dtype=dtype) for part in spec.layout.spec.parts
-    ]
+    garbage = [torch.full((len(every), *part.shape), float("nan"), dtype=dtype) for part in spec.layout.spec.parts]
     cache.write(on(place, int_tensor(every, slot_dtype)), [on(place, g) for g in garbage])
     for row, (length, queries) in enumerate(zip(rows.lengths, rows.queries, strict=True)):
         past = max(0, length - queries)

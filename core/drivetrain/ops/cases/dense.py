@@ -55,6 +55,4 @@ def embedding_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
                 ids = source.integers(0, 103, tokens, dtype=id_dtype)
                 if tokens > 2:
                     ids[0], ids[1] = 0, 102
-                yield call_case(
-                    place, f"{name}, {id_dtype}, scale {scale}", spec, {"ids": ids, "weight": weight}
-                )
+                yield call_case(place, f"{name}, {id_dtype}, scale {scale}", spec, {"ids": ids, "weight": weight})

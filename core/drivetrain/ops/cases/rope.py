@@ -20,9 +20,7 @@ def angles_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
     source = Source("float32", seed)
     for dim, factor, sections in ((16, 1.0, ()), (20, 1.25, (2, 3, 5))):
         spec = RopeAnglesSpec(dtype="float32", rotary_dim=dim, attention_factor=factor, sections=sections)
-        inv_freq = torch.from_numpy(
-            np.asarray(10000.0 ** -(np.arange(0, dim, 2, dtype=np.float64) / dim), np.float32)
-        )
+        inv_freq = torch.from_numpy(np.asarray(10000.0 ** -(np.arange(0, dim, 2, dtype=np.float64) / dim), np.float32))
         for slot_dtype in ("int32", "int64"):
             for name, tokens in (("empty", 0), ("one token", 1), ("ragged", 9)):
                 positions = source.integers(0, 32768, tokens, dtype=slot_dtype)

@@ -86,7 +86,7 @@ class ReferenceAttention:
         return out
 
     def _runs(self, batch: AttentionBatch) -> Iterator[tuple[int, int]]:
-        """Yield (first row, end row) of rows with equally many queries, cut by memory; empty rows left out."""
+        """Yield (first row, end row) of rows with equally many queries, cut by memory, without empty rows."""
         queries = batch.query_start_host[1:] - batch.query_start_host[:-1]
         spec = self._spec
         key_bytes = 4 * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * 2
@@ -131,9 +131,7 @@ class ReferenceAttention:
             positions=positions.unflatten(0, (rows, queries)),
         )
 
-    def _attend(
-        self, q: torch.Tensor, cache: CacheHandle, chunk: Chunk, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, cache: CacheHandle, chunk: Chunk, sinks: torch.Tensor | None) -> torch.Tensor:
         """q [R, n, H, D] -> [R, n, H, Dv], in pieces of queries whose scores stay below the chunk's bytes."""
         rows, keys = chunk.slots.shape
         inside = chunk.key_positions < chunk.lengths.unsqueeze(-1)
@@ -181,9 +179,7 @@ class InvariantAttention(ReferenceAttention):
     bounds are.
     """
 
-    def _attend(
-        self, q: torch.Tensor, cache: CacheHandle, chunk: Chunk, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, cache: CacheHandle, chunk: Chunk, sinks: torch.Tensor | None) -> torch.Tensor:
         spec = self._spec
         element = 4 * TILE_KEYS * spec.num_heads * max(spec.head_dim, spec.v_head_dim)
         step = max(1, CHUNK_BYTES // (4 * element * chunk.rows))

@@ -85,7 +85,7 @@ def make_embedding(spec: EmbeddingSpec) -> Callable[[torch.Tensor, torch.Tensor]
 
 
 def linear_tolerance(dtype: str) -> Tolerance:
-    """For products of unit variance over up to 4,096 terms: the dtype's rounding, and that of float32 sums."""
+    """For products of unit variance over up to 4,096 terms: rounding of the dtype and of float32 sums."""
     rtol = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
     return Tolerance(rtol=rtol, atol=rtol * sqrt(16.0))
 

@@ -81,9 +81,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def row_cost(spec: OpSpec, facts: BatchFacts, elements: int, operations: int) -> Cost:
     """Cost of a pointwise op that moves ``elements`` and computes ``operations`` a token."""
-    return Cost(
-        bytes=facts.num_tokens * elements * dtype_bytes(spec.dtype), operations=facts.num_tokens * operations
-    )
+    return Cost(bytes=facts.num_tokens * elements * dtype_bytes(spec.dtype), operations=facts.num_tokens * operations)
 
 
 def pointwise_tolerance(dtype: str) -> Tolerance:

@@ -40,9 +40,7 @@ def make_add_rms(
     dtype; normed = norm.rms of that total.
     """
 
-    def add_rms(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = x + residual
         return rms(total, weight, spec), total
 

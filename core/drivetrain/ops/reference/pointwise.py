@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from drivetrain.ops.cases.pointwise import gated_cases, soft_cap_cases
-from drivetrain.ops.reference.kinds import Cost, ReferenceOp, pointwise_tolerance, row_cost, wide
+from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost, wide
 from drivetrain_api.v1 import BatchFacts, GatedActivationSpec, SoftCapSpec
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
@@ -48,6 +48,12 @@ def make_soft_cap(spec: SoftCapSpec) -> Pointwise:
     return soft_cap
 
 
+def gated_tolerance(dtype: str) -> Tolerance:
+    """Far below zero an activation is a difference of nearly equal numbers: its error is absolute."""
+    rtol = pointwise_tolerance(dtype).rtol
+    return Tolerance(rtol=rtol, atol=2 * rtol)
+
+
 def gated_cost(spec: GatedActivationSpec, facts: BatchFacts) -> Cost:
     """Read two halves, write one; about ten operations an element."""
     return row_cost(spec, facts, 3 * spec.size, 10 * spec.size)
@@ -63,7 +69,7 @@ GATED_ACTIVATION = ReferenceOp(
     make=make_gated,
     invariant=make_gated,
     cases=gated_cases,
-    tolerance=pointwise_tolerance,
+    tolerance=gated_tolerance,
     cost=gated_cost,
 )
 SOFT_CAP = ReferenceOp(

@@ -24,10 +24,7 @@ def make_angles(spec: RopeAnglesSpec) -> Callable[[torch.Tensor, torch.Tensor], 
     def angles(positions: torch.Tensor, inv_freq: torch.Tensor) -> Pair:
         if positions.dim() == 2:
             chosen = torch.cat(
-                [
-                    row.unsqueeze(-1).expand(-1, count)
-                    for row, count in zip(positions, spec.sections, strict=True)
-                ],
+                [row.unsqueeze(-1).expand(-1, count) for row, count in zip(positions, spec.sections, strict=True)],
                 dim=-1,
             )
         else:
