@@ -1,0 +1,34 @@
+"""What the loop asks of whatever runs its plans. No torch here: the loop imports this."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from drivetrain.sched.plan import LateInput, StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they are submitted; at most ``depth`` may be unpolled."""
+
+    @property
+    def depth(self) -> int:
+        """Plans that may be in flight at once."""
+
+    def forward(self, plan: StepPlan) -> None:
+        """Submit a plan. Never waits for the device; what fails comes back as the plan's result."""
+
+    def sample(self, plan_id: int, late: LateInput | None) -> None:
+        """Sample: first with None (all rows but the plan's late ones), then, if it has late rows, with their
+        input.
+
+        Late input names every late row of the plan that is still alive; others are given up and draw nothing.
+        """
+
+    def poll(self, wait: bool) -> StepResult | None:
+        """Return the oldest plan's result, waiting for it if asked; None while it is not complete.
+
+        A plan whose late rows have not all been sampled is not complete, whatever ``wait`` says.
+        """
+
+    def close(self) -> None:
+        """Forget what is in flight and free the device's memory."""

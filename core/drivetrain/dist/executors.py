@@ -1,0 +1,147 @@
+"""Executors of one process: a runner as it is, and a pipeline of runners that each hold some of the
+layers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from drivetrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drivetrain.models.step import Carry
+    from drivetrain.runner.runner import Runner
+    from drivetrain.sched.plan import LateInput, StepPlan, StepResult
+
+
+class InlineExecutor:
+    """One runner, in the loop's own process and thread."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.forward = runner.forward
+        self.sample = runner.sample
+        self.poll = runner.poll
+        self.close = runner.close
+
+    @property
+    def depth(self) -> int:
+        """Plans that may be in flight at once."""
+        return self.runner.config.depth
+
+
+@dataclass(slots=True)
+class _Item:
+    """A plan on its way: ``stage``, the next stage to run it; its sampling calls wait for the last one."""
+
+    plan: StepPlan
+    stage: int = 0
+    carry: Carry | None = None
+    calls: deque[LateInput | None] = field(default_factory=deque)
+    drawn: int = 0
+
+    def rows_undrawn(self) -> set[int]:
+        """Rows whose next token this plan has yet to draw."""
+        if self.drawn == 0:
+            return set(self.plan.rows.tolist())
+        return set() if self.drawn > 1 else {int(self.plan.rows[i]) for i in self.plan.late_rows}
+
+
+class StagedExecutor:
+    """A pipeline inside one process. Stage s runs plan n while stage s + 1 runs plan n - 1, in the order of
+    plans.
+
+    The first stage holds a plan back while one of its rows is still to be drawn by an earlier plan: on
+    separate devices it would wait for those tokens to arrive. Each stage has rows and caches of its own; what
+    the last stage draws is handed to all others as a ``RowUpdate``.
+    """
+
+    def __init__(self, stages: Sequence[Runner], depth: int) -> None:
+        """``stages`` in order. ConfigError unless the first, and only the last, end the model, and depth
+        fits."""
+        self._stages = tuple(stages)
+        self._depth = depth
+        ends = [(s.config.first, s.config.last) for s in stages]
+        wanted = [(i == 0, i == len(stages) - 1) for i in range(len(stages))]
+        if ends != wanted:
+            raise ConfigError(f"stages are (first, last) = {ends}", fix=f"give runners configured as {wanted}")
+        if any(s.config.depth < depth for s in stages):
+            raise ConfigError(f"a stage has a smaller depth than {depth}", fix=f"configure every stage with {depth}")
+        self._items: deque[_Item] = deque()
+
+    @property
+    def depth(self) -> int:
+        """Plans that may be in flight at once; stages + 1 keeps every stage busy."""
+        return self._depth
+
+    def forward(self, plan: StepPlan) -> None:
+        """Enter a plan into the pipeline and advance it by one beat."""
+        self._items.append(_Item(plan))
+        self._beat()
+
+    def sample(self, plan_id: int, late: LateInput | None) -> None:
+        """Note what the last stage is to sample; done as soon as the plan has reached it."""
+        item = next((i for i in self._items if i.plan.plan_id == plan_id), None)
+        if item is None:
+            raise ValueError(f"plan {plan_id} is not in flight")
+        item.calls.append(late)
+        self._draw(item)
+
+    def poll(self, wait: bool) -> StepResult | None:
+        """Return the oldest plan's result; with ``wait`` the pipeline beats until it is there."""
+        if not self._items:
+            return None
+        item = self._items[0]
+        while wait and item.stage < len(self._stages) and self._beat():
+            pass
+        if item.stage < len(self._stages):
+            return None
+        result = self._stages[-1].poll(wait)
+        if result is None:
+            return None
+        for stage in self._stages[:-1]:
+            failed = stage.poll(wait)
+            if failed is not None and failed.failure and not result.failure:
+                result = failed
+        self._items.popleft()
+        return result
+
+    def close(self) -> None:
+        """Close every stage."""
+        self._items.clear()
+        for stage in self._stages:
+            stage.close()
+
+    def _beat(self) -> bool:
+        """Let every stage run at most one plan, the last stage first. Returns whether any did."""
+        moved = False
+        for number in reversed(range(len(self._stages))):
+            item = next((i for i in self._items if i.stage <= number), None)
+            if item is None or item.stage != number or (number == 0 and self._waits(item)):
+                continue
+            item.carry = self._stages[number].forward(item.plan, item.carry)
+            item.stage += 1
+            moved = True
+            self._draw(item)
+        return moved
+
+    def _waits(self, item: _Item) -> bool:
+        rows = set(item.plan.rows.tolist())
+        for earlier in self._items:
+            if earlier is item:
+                return False
+            if rows & earlier.rows_undrawn():
+                return True
+        return False
+
+    def _draw(self, item: _Item) -> None:
+        if item.stage < len(self._stages):
+            return
+        while item.calls:
+            update = self._stages[-1].sample(item.plan.plan_id, item.calls.popleft())
+            item.drawn += 1
+            if update is not None:
+                for stage in self._stages[:-1]:
+                    stage.update_rows(update)

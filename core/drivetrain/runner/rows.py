@@ -1,0 +1,190 @@
+"""Rows: what the device knows of every running request, and the few facts the host keeps beside it.
+
+Row r < max_num_seqs belongs to one request from its ``RowStart`` on; row max_num_seqs is the padding row,
+whose block table is all zeros (the null block) and whose sampling is greedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from drivetrain.runner.staging import Pack
+from drivetrain_api.v1 import torch_dtype
+
+if TYPE_CHECKING:
+    from drivetrain.sched.plan import RowStart, StepPlan
+    from drivetrain_api.v1 import DeviceRuntime
+
+NON_GREEDY, TOP_K, TOP_P, MIN_P, LOGPROBS, DRAFTS, POOLING, DELTA = (1 << i for i in range(8))
+START_FIELDS = 10  # row, computed, temperature, top_p, min_p (bits), top_k, sample, delta, seed low, seed high
+NO_ROWS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableShape:
+    """Sizes of the tables. ``widths``: blocks a row for each group; ``slot_dtype``: of block tables, torch's
+    name.
+
+    ``chunk`` 0: deltas are applied in one piece of their exact size; else in pieces of exactly this many
+    entries, filled up with writes to the padding row, so that a backend of fixed shapes sees one shape.
+    """
+
+    num_rows: int
+    max_drafts: int
+    widths: tuple[int, ...]
+    slot_dtype: str
+    chunk: int = 0
+
+
+class RowTables:
+    """The device tables, [num_rows + 1, ...] each, and their host shadows (flags and generations only)."""
+
+    def __init__(self, runtime: DeviceRuntime, shape: TableShape) -> None:
+        rows = shape.num_rows + 1
+        self.shape = shape
+        self.padding_row = shape.num_rows
+        self._runtime = runtime
+        self._slot_dtype = torch_dtype(shape.slot_dtype)
+        self.computed = runtime.zeros((rows,), torch.int32)
+        self.last_tokens = runtime.zeros((rows, shape.max_drafts + 1), torch.int32)
+        self.floats = runtime.zeros((3, rows), torch.float32)  # temperature, top_p, min_p
+        self.ints = runtime.zeros((3, rows), torch.int32)  # top_k, sample index, position delta
+        self.seeds = runtime.zeros((rows,), torch.int64)
+        sizes = [rows * width for width in shape.widths]
+        self._offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+        self._flat = runtime.zeros((int(self._offsets[-1]),), self._slot_dtype)
+        self.tables = tuple(
+            self._flat[int(a) : int(a) + size].view(rows, width)
+            for a, size, width in zip(self._offsets[:-1], sizes, shape.widths, strict=True)
+        )
+        self.flags = np.zeros(rows, np.uint8)
+        self.logprobs = np.full(rows, -1, np.int32)
+        self.generation = np.zeros(rows, np.int64)
+        self.pooling: dict[int, str] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all tables."""
+        tensors = (self.computed, self.last_tokens, self.floats, self.ints, self.seeds, self._flat)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def facts(self, rows: np.ndarray) -> int:
+        """Return the union of the rows' flags: which work some row needs."""
+        return int(np.bitwise_or.reduce(self.flags[rows])) if len(rows) else 0
+
+    # -- deltas ----------------------------------------------------------------------------------------------
+
+    def note(self, plan: StepPlan) -> None:
+        """Apply the plan's ends and starts to the host's facts."""
+        for row in plan.ends:
+            self._forget(row)
+        for start in plan.starts:
+            self._forget(start.row)
+            self.flags[start.row] = flags_of(start)
+            self.logprobs[start.row] = start.logprobs
+            if start.pooling is not None:
+                self.pooling[start.row] = start.pooling
+
+    def _forget(self, row: int) -> None:
+        self.generation[row] += 1
+        self.flags[row] = 0
+        self.logprobs[row] = -1
+        self.pooling.pop(row, None)
+
+    def pack(self, plan: StepPlan, groups: Sequence[int], pack: Pack) -> int:
+        """Add the plan's starts and block changes to the upload. ``groups``: the plan's group of each table.
+
+        Returns how many pieces ``apply`` has to expect, starts and blocks together.
+        """
+        pieces = 0
+        starts = self._start_columns(plan.starts)
+        for piece in self._pieces(starts, self._neutral_start()):
+            pack.add(f"starts{pieces}", piece)
+            pieces += 1
+        first_block = pieces
+        null_write = np.array([[self.padding_row * self.shape.widths[0]], [0]] if self.shape.widths else [[0], [0]])
+        for piece in self._pieces(self._block_columns(plan.blocks, groups), null_write.astype(np.int32)):
+            pack.add(f"blocks{pieces - first_block}", piece)
+            pieces += 1
+        return pieces
+
+    def apply(self, views: dict[str, torch.Tensor]) -> None:
+        """Queue what ``pack`` added."""
+        i = 0
+        while (columns := views.get(f"starts{i}")) is not None:
+            self._apply_starts(columns)
+            i += 1
+        i = 0
+        while (columns := views.get(f"blocks{i}")) is not None:
+            self._flat[columns[0]] = columns[1].to(self._slot_dtype)
+            i += 1
+
+    def _apply_starts(self, columns: torch.Tensor) -> None:
+        rows = columns[0]
+        self.computed[rows] = columns[1]
+        self.floats[:, rows] = columns[2:5].view(torch.float32)
+        self.ints[:, rows] = columns[5:8]
+        low = columns[8].to(torch.int64) & 0xFFFFFFFF
+        self.seeds[rows] = (columns[9].to(torch.int64) << 32) | low
+
+    def _pieces(self, columns: np.ndarray, neutral: np.ndarray) -> list[np.ndarray]:
+        """Cut [fields, n] into pieces of the chunk's size, the last one filled up with ``neutral`` [fields,
+        1]."""
+        count, chunk = columns.shape[1], self.shape.chunk
+        if count == 0:
+            return []
+        if chunk == 0:
+            return [columns]
+        missing = -count % chunk
+        if missing:
+            columns = np.concatenate((columns, np.repeat(neutral, missing, axis=1)), axis=1)
+        return [np.ascontiguousarray(columns[:, a : a + chunk]) for a in range(0, count, chunk)]
+
+    def _neutral_start(self) -> np.ndarray:
+        column = np.zeros((START_FIELDS, 1), np.int32)
+        column[0] = self.padding_row
+        return column
+
+    def _start_columns(self, starts: Sequence[RowStart]) -> np.ndarray:
+        columns = np.zeros((START_FIELDS, len(starts)), np.int32)
+        last = {start.row: i for i, start in enumerate(starts)}
+        for i, s in enumerate(starts):
+            reals = np.array([s.temperature, s.top_p, s.min_p], np.float32).view(np.int32)
+            seed = np.array([s.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32)
+            columns[:, i] = (s.row, s.computed, *reals, s.top_k, s.sample_index, s.position_delta, *seed)
+        return columns if len(last) == len(starts) else columns[:, sorted(last.values())]
+
+    def _block_columns(self, blocks: np.ndarray, groups: Sequence[int]) -> np.ndarray:
+        """Turn (row, group, index, block) into [2, n]: place in the flat table, block id. The last write
+        wins."""
+        if len(blocks) == 0:
+            return np.zeros((2, 0), np.int32)
+        parts = []
+        for table, (group, width) in enumerate(zip(groups, self.shape.widths, strict=True)):
+            mine = blocks[blocks[:, 1] == group]
+            place = self._offsets[table] + mine[:, 0].astype(np.int64) * width + mine[:, 2]
+            parts.append(np.stack((place, mine[:, 3])))
+        columns = np.concatenate(parts, axis=1)
+        _, first_from_the_end = np.unique(columns[0, ::-1], return_index=True)
+        if len(first_from_the_end) < columns.shape[1]:
+            columns = columns[:, columns.shape[1] - 1 - first_from_the_end]
+        return columns.astype(np.int32)
+
+
+def flags_of(start: RowStart) -> int:
+    """Return the facts that steps with this row must know."""
+    return (
+        (NON_GREEDY if start.temperature > 0 else 0)
+        | (TOP_K if start.top_k > 0 else 0)
+        | (TOP_P if start.top_p < 1 else 0)
+        | (MIN_P if start.min_p > 0 else 0)
+        | (LOGPROBS if start.logprobs >= 0 else 0)
+        | (DRAFTS if start.max_drafts > 0 else 0)
+        | (POOLING if start.pooling is not None else 0)
+        | (DELTA if start.position_delta else 0)
+    )

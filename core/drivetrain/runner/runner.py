@@ -1,0 +1,383 @@
+"""The runner: runs plans in order and draws their tokens. It decides nothing.
+
+forward(plan)  one upload, row tables updated, the decoder's layers, hidden states of the tokens to be sampled
+sample(id)     logits, draws, rows updated on the device, one copy to the host begun
+poll()         the only place that waits for the device
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from drivetrain.errors import ConfigError
+from drivetrain.runner.batch import BatchArrays, BatchBuilder
+from drivetrain.runner.caches import change_blocks
+from drivetrain.runner.forward import ForwardPass
+from drivetrain.runner.graphs import decode_graphs
+from drivetrain.runner.pooling import Pooler
+from drivetrain.runner.results import assemble, failed
+from drivetrain.runner.rows import POOLING, RowTables
+from drivetrain.runner.sampler import RowUpdate, Sampler, SampleSet, late_mask
+from drivetrain.runner.sizes import RunnerConfig, staging_capacity, table_shape
+from drivetrain.runner.staging import Pack, StagingRing
+from drivetrain.sched.plan import LateInput, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from drivetrain.models.decoder import Decoder
+    from drivetrain.models.step import Carry
+    from drivetrain.ops import Ops
+    from drivetrain.runner.drafter import Drafter
+    from drivetrain_api.v1 import Backend, CacheHandle, Event, HostCopy, Prepared
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A plan between ``forward`` and ``poll``. ``late``: its late rows, until they have been sampled."""
+
+    plan: StepPlan
+    parts: list[SampleSet] = field(default_factory=list)
+    early: SampleSet | None = None
+    late: SampleSet | None = None
+    pooled_rows: tuple[int, ...] = ()
+    pooled: tuple[torch.Tensor, ...] = ()
+    pooled_copy: HostCopy | None = None
+    carry: Carry | None = None
+    graph: bool = False
+    done: Event | None = None
+    sampled: bool = False
+    failure: str = ""
+    failure_class: str = ""
+
+
+class Runner:
+    """One device's rows, decoder and caches (``allocate_caches`` makes them). Not thread-safe: one thread
+    owns it.
+
+    Failures of device work become the plan's result, with ``failure_class`` from the runtime; the runner goes
+    on.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        decoder: Decoder,
+        caches: Sequence[CacheHandle | None],
+        config: RunnerConfig,
+        ops: Ops,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.backend, self.decoder, self.caches, self.config = backend, decoder, tuple(caches), config
+        self.runtime = backend.device
+        group_ids = config.group_ids if config.group_ids is not None else tuple(range(len(decoder.groups)))
+        shape = table_shape(backend, decoder, config)
+        self.tables = RowTables(self.runtime, shape)
+        paged = [i for i, group in enumerate(decoder.groups) if group.spec.kind != "recurrent"]
+        if config.max_drafts and len(paged) < len(decoder.groups):
+            raise ConfigError("a model with recurrent layers can't verify drafts", fix="set max_drafts to 0")
+        self.builder = BatchBuilder(
+            backend.shapes,
+            padding_row=self.tables.padding_row,
+            max_drafts=config.max_drafts,
+            block_tokens=tuple(decoder.groups[i].layout.block_tokens for i in paged),
+            max_widths=tuple(shape.widths[i] for i in paged),
+        )
+        self.ring = StagingRing(self.runtime, config.depth + 1, staging_capacity(shape, config))
+        self.late_ring = StagingRing(self.runtime, config.depth + 1, 1)
+        self.passes = ForwardPass(backend, decoder, self.caches, ops, self.tables, group_ids)
+        self.graphs = decode_graphs(backend, self.passes, self.builder, config.max_num_seqs)
+        self._group_ids = group_ids
+        self._pooler = Pooler(self.tables)
+        self._flights: deque[InFlight] = deque()
+        self._sampler = (
+            Sampler(
+                ops,
+                self.tables,
+                vocabulary=decoder.spec.vocabulary,
+                drafter=drafter,
+                fixed_shapes=not backend.shapes.dynamic,
+                logits=decoder.logits,
+            )
+            if config.last
+            else None
+        )
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan, carry: Carry | None = None) -> Carry | None:
+        """Submit a plan. ``carry``: what the stage before sent; returned: what the next stage needs (None if
+        last).
+
+        Never waits for the device and never raises for what goes wrong inside a step.
+        """
+        flight = InFlight(plan)
+        self._flights.append(flight)
+        with self.runtime.activate():
+            try:
+                self._forward(flight, carry)
+            except Exception as error:
+                self._fail(flight, error)
+        carry, flight.carry = flight.carry, None
+        return carry
+
+    def _forward(self, flight: InFlight, carry: Carry | None) -> None:
+        plan = flight.plan
+        self.tables.note(plan)
+        pack = Pack()
+        self.tables.pack(plan, self._group_ids, pack)
+        try:
+            captured = self.graphs.shape(plan) if self.config.first and self.config.last else None
+            flight.graph = captured is not None
+            batch = self.builder.arrays(plan, captured or self.builder.shape(plan))
+            self._choose_samples(flight, batch)
+            self.passes.pack(plan, batch, pack)
+            self._pack_samples(flight, pack)
+        except Exception:
+            # What the plan changes in the rows holds for later plans, even if this one can't run.
+            changes = Pack()
+            self.tables.pack(plan, self._group_ids, changes)
+            self.tables.apply(changes.upload(self.ring, self.runtime))
+            raise
+        views = pack.upload(self.ring, self.runtime)
+        self.tables.apply(views)
+        change_blocks(self.runtime, self.caches, self.passes.places, plan)
+        if plan.num_rows == 0:
+            return
+        prepared = self.passes.prepare(batch, views)
+        self._layers(flight, batch, views, prepared, carry)
+
+    def _layers(
+        self,
+        flight: InFlight,
+        batch: BatchArrays,
+        views: dict[str, torch.Tensor],
+        prepared: Prepared,
+        carry: Carry | None,
+    ) -> None:
+        plan, facts = flight.plan, self.tables.facts(flight.plan.rows)
+        if flight.graph and not facts & POOLING:
+            inputs = self.passes.inputs(plan, batch, views, prepared, facts)
+            self._keep_hidden(flight, views, prepared, self.graphs.run(batch.shape.rows, inputs))
+            return
+        step = self.passes.step(plan, batch, views, prepared, facts)
+        if carry is None:
+            carry = self.passes.embed(plan, prepared.ids)
+        carry = self.decoder.forward(carry, step)
+        if not self.config.last:
+            flight.carry = carry
+            return
+        if facts & POOLING:
+            hidden = self.decoder.finish(carry)
+            done = self._pooler.run(plan, batch, hidden)
+            flight.pooled_rows = tuple(row for row, _ in done)
+            flight.pooled = tuple(vector for _, vector in done)
+            self._keep_hidden(flight, views, prepared, hidden)
+            return
+        for prefix, part in self._sets(flight):
+            part.adopt(prefix, views)
+            picked = {name: tensor.index_select(0, part.views["tokens"]) for name, tensor in carry.items()}
+            self._keep(part, prepared, self.decoder.finish(picked))
+
+    def _keep_hidden(
+        self, flight: InFlight, views: dict[str, torch.Tensor], prepared: Prepared, hidden: torch.Tensor
+    ) -> None:
+        for prefix, part in self._sets(flight):
+            part.adopt(prefix, views)
+            self._keep(part, prepared, hidden.index_select(0, part.views["tokens"]))
+
+    @staticmethod
+    def _keep(part: SampleSet, prepared: Prepared, hidden: torch.Tensor) -> None:
+        part.hidden = hidden
+        part.positions = (prepared.positions.index_select(0, part.views["tokens"]) + 1).to(torch.int32)
+        part.lengths = prepared.lengths.index_select(0, part.views["batch_rows"]).to(torch.int32)
+
+    @staticmethod
+    def _sets(flight: InFlight) -> list[tuple[str, SampleSet]]:
+        named = (("early.", flight.early), ("late.", flight.late))
+        return [(prefix, part) for prefix, part in named if part is not None]
+
+    def _choose_samples(self, flight: InFlight, batch: BatchArrays) -> None:
+        """Split the sampling rows into early and late ones; rows that pool draw nothing."""
+        if not self.config.last:
+            return
+        plan = flight.plan
+        draws = plan.sample & ((self.tables.flags[plan.rows] & POOLING) == 0)
+        late = np.zeros(plan.num_rows, bool)
+        late[list(plan.late_rows)] = True
+        flight.early = self._sample_set(plan, batch, np.flatnonzero(draws & ~late))
+        flight.late = self._sample_set(plan, batch, np.flatnonzero(draws & late))
+
+    def _sample_set(self, plan: StepPlan, batch: BatchArrays, index: np.ndarray) -> SampleSet | None:
+        if len(index) == 0:
+            return None
+        rows = plan.rows[index]
+        return SampleSet(
+            arrays=self.builder.samples(plan, batch, index.astype(np.int32)),
+            facts=self.tables.facts(rows),
+            generation=self.tables.generation[rows],
+            wants_logprobs=self.tables.logprobs[rows],
+            views={},
+        )
+
+    def _pack_samples(self, flight: InFlight, pack: Pack) -> None:
+        for prefix, part in self._sets(flight):
+            part.pack(prefix, pack)
+
+    def capture(self, plan: StepPlan) -> None:
+        """Record the graph of a decode plan that has exactly one bucket's rows (warm-up only)."""
+        with self.runtime.activate():
+            batch = self.builder.arrays(plan, self.graphs.capture_shape(plan.num_rows))
+            pack = Pack()
+            self.passes.pack(plan, batch, pack)
+            views = pack.upload(self.ring, self.runtime)
+            prepared = self.passes.prepare(batch, views)
+            self.graphs.capture(batch, self.passes.inputs(plan, batch, views, prepared, 0))
+
+    # -- sample ----------------------------------------------------------------------------------------------
+
+    def sample(self, plan_id: int, late: LateInput | None) -> RowUpdate | None:
+        """Sample a plan's rows: with None all but the late ones, else those that ``late`` names. Never waits.
+
+        Returns the change of the rows, for a pipeline's first stage. ValueError for a plan that is not in
+        flight.
+        """
+        flight = next((f for f in self._flights if f.plan.plan_id == plan_id), None)
+        if flight is None:
+            raise ValueError(f"plan {plan_id} is not in flight")
+        if self._sampler is None:
+            raise ValueError(f"plan {plan_id}: this runner does not hold the last layers, so it can't sample")
+        with self.runtime.activate():
+            try:
+                return self._sample_late(flight, late) if late is not None else self._sample_early(flight)
+            except Exception as error:
+                self._fail(flight, error)
+        return None
+
+    def _sample_early(self, flight: InFlight) -> RowUpdate | None:
+        flight.sampled = True
+        if flight.failure:
+            return None
+        update: RowUpdate | None = None
+        tensors: list[torch.Tensor] = []
+        if flight.early is not None:
+            update, tensors = self._draw(flight, flight.early, None)
+        if flight.pooled:
+            tensors = [*tensors, *flight.pooled]
+        if tensors:
+            copy = self.runtime.to_host(tensors)
+            flight.pooled_copy = copy if flight.pooled else None
+            if flight.early is not None:
+                flight.early.copy = copy
+        else:
+            flight.done = self.runtime.stream().record()
+        flight.pooled = ()
+        return update
+
+    def _sample_late(self, flight: InFlight, late: LateInput) -> RowUpdate | None:
+        if flight.failure:
+            return None
+        part = flight.late
+        if part is None or part.copy is not None:
+            raise ValueError(f"plan {flight.plan.plan_id} has no late rows left to sample")
+        alive = self._alive(part)
+        named = np.isin(part.arrays.index, late.indices)
+        if (alive & ~named).any():
+            missing = part.arrays.index[alive & ~named].tolist()
+            raise ValueError(f"plan {flight.plan.plan_id}: late input leaves out batch rows {missing}")
+        pack = Pack()
+        rows = part.arrays.rows.copy()
+        rows[: len(alive)][~(alive & named)] = self.tables.padding_row
+        pack.add("rows", rows)
+        pack.add("mask", late_mask(part, late, self.decoder.spec.vocabulary))
+        uploaded = pack.upload(self.late_ring, self.runtime)
+        part.views["rows"] = uploaded["rows"]
+        part.given_up = ~(alive & named)
+        update, tensors = self._draw(flight, part, uploaded["mask"])
+        part.copy = self.runtime.to_host(tensors)
+        return update
+
+    def _draw(
+        self, flight: InFlight, part: SampleSet, mask: torch.Tensor | None
+    ) -> tuple[RowUpdate, list[torch.Tensor]]:
+        assert self._sampler is not None
+        flight.parts.append(part)
+        return self._sampler.run(part, mask)
+
+    def _alive(self, part: SampleSet) -> np.ndarray:
+        """Which rows of a set still belong to the request that the plan meant, [n] bool."""
+        rows = part.arrays.rows[: part.arrays.count]
+        alive: np.ndarray = self.tables.generation[rows] == part.generation
+        return alive
+
+    def update_rows(self, update: RowUpdate) -> None:
+        """Take over what the last stage drew (first stage of a pipeline)."""
+        with self.runtime.activate():
+            self.tables.computed[update.rows] = update.computed
+            self.tables.last_tokens[update.rows] = update.last_tokens
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    def poll(self, wait: bool) -> StepResult | None:
+        """Return the oldest plan's result. None while it is not complete: nothing is in flight, its late rows
+        have not been sampled, or (without ``wait``) the device has not finished."""
+        if not self._flights:
+            return None
+        flight = self._flights[0]
+        if not flight.failure and not (self._complete(flight) and (wait or self._ready(flight))):
+            return None
+        self._flights.popleft()
+        if not flight.failure:
+            try:
+                return self._result(flight)
+            except Exception as error:
+                self._fail(flight, error)
+        return failed(flight.plan, flight.failure, flight.failure_class)
+
+    def _complete(self, flight: InFlight) -> bool:
+        late = flight.late
+        if not self.config.last:
+            return True
+        return flight.sampled and (late is None or late.copy is not None or not self._alive(late).any())
+
+    @staticmethod
+    def _ready(flight: InFlight) -> bool:
+        copies = [part.copy for part in flight.parts] + [flight.pooled_copy]
+        done = flight.done is None or flight.done.done()
+        return done and all(copy is None or copy.ready() for copy in copies)
+
+    def _result(self, flight: InFlight) -> StepResult:
+        with self.runtime.activate():
+            if flight.done is not None:
+                flight.done.wait()
+            copied = [part.copy.get() for part in flight.parts if part.copy is not None]
+            count = len(flight.pooled_rows)
+            pooled = flight.pooled_copy.get()[-count:] if flight.pooled_copy is not None else ()
+        return assemble(flight.plan, flight.parts, copied, tuple(zip(flight.pooled_rows, pooled, strict=True)))
+
+    def _fail(self, flight: InFlight, error: Exception) -> None:
+        logger.error("plan %d failed", flight.plan.plan_id, exc_info=error)
+        flight.failure = f"{type(error).__name__}: {error}"
+        flight.failure_class = self.runtime.classify_error(error).value
+        flight.parts.clear()
+        flight.early = flight.late = None
+        flight.pooled = ()
+
+    @property
+    def in_flight(self) -> int:
+        """Plans submitted and not yet polled."""
+        return len(self._flights)
+
+    def close(self) -> None:
+        """Forget what is in flight, release graphs and drop the caches."""
+        self._flights.clear()
+        self.graphs.close()
+        self.caches = ()
+        self.passes.close()

@@ -1,0 +1,208 @@
+"""Sampling: from hidden states of chosen query tokens to tokens, the rows' new state, and one copy to the
+host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from drivetrain.params import MAX_LOGPROBS
+from drivetrain.runner.drafter import DraftContext, Drafter
+from drivetrain.runner.rows import DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, TOP_K, TOP_P, RowTables
+from drivetrain_api.v1 import DrawSpec, LogprobsSpec, SamplingInputs, VerifySpec
+from drivetrain_api.v1.sampling import STREAM_TARGET
+
+if TYPE_CHECKING:
+    from drivetrain.ops import Ops
+    from drivetrain.runner.batch import SampleArrays
+    from drivetrain.runner.staging import Pack
+    from drivetrain.sched.plan import LateInput
+    from drivetrain_api.v1 import HostCopy
+
+
+@dataclass(slots=True)
+class SampleSet:
+    """Rows of one plan that sample together, host arrays and device views. ``hidden`` is set by the forward
+    pass."""
+
+    arrays: SampleArrays
+    facts: int
+    generation: np.ndarray  # [n] the tables' generation of each row when the plan was submitted
+    wants_logprobs: np.ndarray  # [n] -1 or how many alternatives
+    views: dict[str, torch.Tensor]
+    hidden: torch.Tensor | None = None  # [N', hidden]
+    positions: torch.Tensor | None = None  # [N'] index of each drawn token
+    lengths: torch.Tensor | None = None  # [n']
+    copy: HostCopy | None = None
+    copied: tuple[str, ...] = ()
+    given_up: np.ndarray | None = None  # [n] rows whose request ended before their late input came
+
+    @property
+    def verify(self) -> bool:
+        """Whether some row of the set has drafts to verify."""
+        return self.arrays.spread is not None
+
+    def pack(self, prefix: str, pack: Pack) -> None:
+        """Add the set's index arrays to the step's upload."""
+        a = self.arrays
+        for name, array in (
+            ("rows", a.rows),
+            ("batch_rows", a.batch_rows),
+            ("tokens", a.tokens),
+            ("logit_rows", a.logit_rows),
+            ("spread", a.spread),
+            ("num_drafts", a.num_drafts),
+        ):
+            if array is not None:
+                pack.add(prefix + name, array)
+
+    def adopt(self, prefix: str, views: dict[str, torch.Tensor]) -> None:
+        """Take the set's own views from the step's upload."""
+        self.views = {name[len(prefix) :]: view for name, view in views.items() if name.startswith(prefix)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowUpdate:
+    """What sampling changed in the tables; a pipeline's last stage sends it to the first."""
+
+    rows: torch.Tensor  # [n'] table rows, the padding row for padded entries
+    computed: torch.Tensor  # [n'] int32
+    last_tokens: torch.Tensor  # [n', k + 1] int32
+
+
+class Sampler:
+    """Bound sampling ops over the row tables."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        tables: RowTables,
+        *,
+        vocabulary: int,
+        drafter: Drafter | None,
+        fixed_shapes: bool,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._tables = tables
+        self._drafter = drafter
+        self._fixed = fixed_shapes
+        self._logits = logits
+        self._draw = ops.bind(DrawSpec(dtype="float32", vocabulary=vocabulary))
+        self._logprobs = ops.bind(LogprobsSpec(dtype="float32", vocabulary=vocabulary))
+        k = tables.shape.max_drafts
+        self._verify: Any = ops.bind(VerifySpec(dtype="int32", max_drafts=k)) if k else None
+
+    def run(self, part: SampleSet, mask: torch.Tensor | None) -> tuple[RowUpdate, list[torch.Tensor]]:
+        """Queue the sampling of one set: draw, verify, update the tables, draft. Never waits.
+
+        Returns the update and the device tensors that the host needs, named by ``part.copied``.
+        """
+        assert part.hidden is not None and part.positions is not None and part.lengths is not None
+        logits = self._logits(part.hidden)
+        draws = self._draw(logits, self._inputs(part, mask), STREAM_TARGET)
+        finite = self._finite(part.hidden, logits, draws)
+        outputs = self._report(part, logits, draws)
+        part.hidden = None
+        if part.verify:
+            update, packed = self._verified(part, draws, finite)
+        else:
+            update, packed = self._plain(part, draws, finite)
+        part.copied = ("packed", *outputs)
+        return update, [packed, *outputs.values()]
+
+    def _inputs(self, part: SampleSet, mask: torch.Tensor | None) -> SamplingInputs:
+        rows = part.views["logit_rows"]
+        temperature, top_p, min_p = self._tables.floats.index_select(1, rows).unbind(0)
+        top_k, sample, _ = self._tables.ints.index_select(1, rows).unbind(0)
+        assert part.positions is not None
+        return SamplingInputs(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=self._tables.seeds.index_select(0, rows),
+            position=part.positions,
+            sample=sample,
+            mask=mask,
+            all_greedy=not part.facts & NON_GREEDY,
+            any_top_k=bool(part.facts & TOP_K),
+            any_top_p=bool(part.facts & TOP_P),
+            any_min_p=bool(part.facts & MIN_P),
+        )
+
+    @staticmethod
+    def _finite(hidden: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """[N'] int32, 1 where hidden state and drawn logit are finite: one pass over hidden, none over
+        logits."""
+        spoilt = (hidden * 0).sum(-1, dtype=torch.float32)  # 0, or nan where an element is not finite
+        drawn = logits.gather(1, draws.to(torch.int64).unsqueeze(1)).squeeze(1)
+        return torch.isfinite(spoilt + drawn.to(torch.float32)).to(torch.int32)
+
+    def _report(self, part: SampleSet, logits: torch.Tensor, draws: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not part.facts & LOGPROBS:
+            return {}
+        k = MAX_LOGPROBS if self._fixed else int(part.wants_logprobs.max())
+        logprob, rank, top_ids, top_logprobs = self._logprobs(logits, draws, min(k, logits.shape[1]))
+        return {"logprob": logprob, "rank": rank, "top_ids": top_ids, "top_logprobs": top_logprobs}
+
+    def _plain(self, part: SampleSet, draws: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
+        tokens = draws.to(torch.int32)
+        assert part.positions is not None and part.lengths is not None
+        last = self._followed(part, tokens, part.positions)
+        rows = part.views["rows"]
+        self._tables.last_tokens[rows] = last
+        return RowUpdate(rows=rows, computed=part.lengths, last_tokens=last), torch.cat((tokens, finite))
+
+    def _verified(self, part: SampleSet, draws: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
+        tables, rows, num_drafts = self._tables, part.views["rows"], part.views["num_drafts"]
+        assert part.lengths is not None
+        places = draws.to(torch.int32)[part.views["spread"]]  # [n', k + 1]
+        accepted = self._verify(places, tables.last_tokens[rows, 1:], num_drafts).to(torch.int32)
+        computed = part.lengths.to(torch.int32) - num_drafts - 1 + accepted
+        token = places.gather(1, (accepted - 1).to(torch.int64).unsqueeze(1)).squeeze(1)
+        last = self._followed(part, token, computed)
+        tables.computed[rows] = computed
+        tables.last_tokens[rows] = last
+        packed = torch.cat((places.flatten(), accepted, finite))
+        return RowUpdate(rows=rows, computed=computed, last_tokens=last), packed
+
+    def _followed(self, part: SampleSet, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return [n', k + 1]: the last token and the drafts after it (zeros where no row of the set
+        drafts)."""
+        tables, rows = self._tables, part.views["rows"]
+        k = tables.shape.max_drafts
+        if k == 0:
+            return token.unsqueeze(1)
+        if self._drafter is None or not part.facts & DRAFTS:
+            return torch.nn.functional.pad(token.unsqueeze(1), (0, k))
+        context = DraftContext(
+            rows=rows,
+            last_token=token,
+            position=position,
+            seed=tables.seeds.index_select(0, rows),
+            sample=tables.ints[1].index_select(0, rows),
+        )
+        drafts = self._drafter.propose(context).to(torch.int32)
+        return torch.cat((token.unsqueeze(1), drafts), dim=1)
+
+
+def late_mask(part: SampleSet, late: LateInput, vocabulary: int) -> np.ndarray:
+    """Return one mask row for each logits row of a set, [N', words] int32; rows without input allow
+    everything.
+
+    ValueError when the input's shape does not fit the vocabulary or the rows' query tokens.
+    """
+    a = part.arrays
+    words = -(-vocabulary // 32)
+    mask = np.full((len(a.tokens), words), -1, np.int32)
+    per_row = np.ones(a.count, np.int32) if a.num_drafts is None else a.num_drafts[: a.count] + 1
+    owner = np.repeat(a.index, per_row)
+    place = np.flatnonzero(np.isin(owner, late.indices))
+    if late.mask.shape != (len(place), words):
+        raise ValueError(f"late input has masks {late.mask.shape}; {len(place)} rows of {words} words are needed")
+    mask[place] = late.mask
+    return mask
