@@ -120,7 +120,7 @@ class Runner:
         """
         flight = InFlight(plan)
         self._flights.append(flight)
-        with self.runtime.activate():
+        with self.runtime.activate(), torch.no_grad():
             try:
                 self._forward(flight, carry)
             except Exception as error:
@@ -233,7 +233,7 @@ class Runner:
 
     def capture(self, plan: StepPlan) -> None:
         """Record the graph of a decode plan that has exactly one bucket's rows (warm-up only)."""
-        with self.runtime.activate():
+        with self.runtime.activate(), torch.no_grad():
             batch = self.builder.arrays(plan, self.graphs.capture_shape(plan.num_rows))
             pack = Pack()
             self.passes.pack(plan, batch, pack)
@@ -254,7 +254,7 @@ class Runner:
             raise ValueError(f"plan {plan_id} is not in flight")
         if self._sampler is None:
             raise ValueError(f"plan {plan_id}: this runner does not hold the last layers, so it can't sample")
-        with self.runtime.activate():
+        with self.runtime.activate(), torch.no_grad():
             try:
                 return self._sample_late(flight, late) if late is not None else self._sample_early(flight)
             except Exception as error:
@@ -319,7 +319,7 @@ class Runner:
 
     def update_rows(self, update: RowUpdate) -> None:
         """Take over what the last stage drew (first stage of a pipeline)."""
-        with self.runtime.activate():
+        with self.runtime.activate(), torch.no_grad():
             self.tables.computed[update.rows] = update.computed
             self.tables.last_tokens[update.rows] = update.last_tokens
 
@@ -354,7 +354,7 @@ class Runner:
         return done and all(copy is None or copy.ready() for copy in copies)
 
     def _result(self, flight: InFlight) -> StepResult:
-        with self.runtime.activate():
+        with self.runtime.activate(), torch.no_grad():
             if flight.done is not None:
                 flight.done.wait()
             copied = [part.copy.get() for part in flight.parts if part.copy is not None]

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from drivetrain_api.v1 import AttentionTraits, CachePart, CacheSpec
 
 from drivetrain.runner.sizes import RunnerConfig
 from drivetrain.sched.plan import LateInput, RowStart, StepPlan, StepResult
+from drivetrain_api.v1 import AttentionTraits, CachePart, CacheSpec
 
 HIDDEN = 16
 MODULUS = 61
