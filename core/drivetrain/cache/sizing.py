@@ -1,0 +1,151 @@
+"""How the cache's bytes are cut: slab size, block strides, block counts. Exact; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drivetrain.errors import ConfigError
+
+MAX_PADDING = 0.03
+MAX_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNeed:
+    """What one group of equal layers asks for. ``layer_bytes``: one layer's bytes a block, as its layout says."""
+
+    kind: str
+    layer_bytes: int
+    num_layers: int
+    block_tokens: int
+    alignment: int = 64
+    window: int | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.layer_bytes * self.num_layers
+
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """Return the most blocks that a sequence of that length holds at once when computed in such chunks."""
+        if self.kind == "recurrent":
+            return 1
+        if self.window is not None:
+            num_tokens = min(num_tokens, self.window + chunk + 2 * self.block_tokens)
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One group's share. Block i of layer l begins at byte i * stride + layer_offsets[l] of a shared pool.
+
+    ``num_blocks`` counts block 0, the null block.
+    """
+
+    kind: str
+    block_tokens: int
+    block_bytes: int
+    stride: int
+    blocks_per_slab: int
+    num_blocks: int
+    layer_offsets: tuple[int, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """The whole cache. ``shared``: groups take slabs from one pool; else each has a fixed number of blocks.
+
+    ``padding``: the largest part of a stride that no block uses.
+    """
+
+    shared: bool
+    num_slabs: int
+    slab_bytes: int
+    groups: tuple[GroupPlan, ...]
+    padding: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Device bytes allocated for blocks."""
+        if self.shared:
+            return self.num_slabs * self.slab_bytes
+        return sum(group.num_blocks * group.block_bytes for group in self.groups)
+
+    @property
+    def padding_too_large(self) -> bool:
+        """Whether ``plan`` should warn."""
+        return self.padding > MAX_PADDING
+
+
+def plan_cache(needs: Sequence[GroupNeed], budget: int, *, shared: bool, max_tokens: int, chunk: int) -> CachePlan:
+    """Cut ``budget`` bytes. ConfigError when it can't hold one sequence of ``max_tokens`` tokens."""
+    if not needs:
+        return CachePlan(shared=shared, num_slabs=0, slab_bytes=0, groups=(), padding=0.0)
+    plan = _shared(needs, budget) if shared else _partitioned(needs, budget, max_tokens, chunk)
+    least = smallest_budget(needs, plan, max_tokens, chunk)
+    if budget < least:
+        raise ConfigError(
+            f"the cache has {budget / 2**20:.1f} MiB, one sequence of {max_tokens} tokens needs {least / 2**20:.1f} MiB",
+            fix="lower --max-model-len or --max-num-batched-tokens, or give more memory (--cache-bytes)",
+        )
+    return plan
+
+
+def smallest_budget(needs: Sequence[GroupNeed], plan: CachePlan, max_tokens: int, chunk: int) -> int:
+    """Return the bytes in which one sequence of the longest length fits, null blocks included."""
+    blocks = [need.blocks_for(max_tokens, min(chunk, max_tokens)) for need in needs]
+    if not plan.shared:
+        return sum((count + 1) * need.block_bytes for need, count in zip(needs, blocks, strict=True))
+    slabs = sum(-(-count // group.blocks_per_slab) for group, count in zip(plan.groups, blocks, strict=True))
+    return (slabs + 1) * plan.slab_bytes
+
+
+def _shared(needs: Sequence[GroupNeed], budget: int) -> CachePlan:
+    largest = max(need.block_bytes for need in needs)
+    align = max(need.alignment for need in needs)
+    best: tuple[float, int, list[int]] | None = None
+    for multiple in range(1, MAX_MULTIPLE + 1):
+        slab = -(-multiple * largest // align) * align
+        counts = [_most_blocks(slab, need) for need in needs]
+        padding = max(1 - n * need.block_bytes / slab for n, need in zip(counts, needs, strict=True))
+        if best is None or padding < best[0] - 1e-9:
+            best = (padding, slab, counts)
+        if padding == 0.0:
+            break
+    assert best is not None
+    padding, slab, counts = best
+    num_slabs = budget // slab
+    groups = tuple(_group(need, slab // n, n, num_slabs * n) for need, n in zip(needs, counts, strict=True))
+    return CachePlan(shared=True, num_slabs=num_slabs, slab_bytes=slab, groups=groups, padding=padding)
+
+
+def _most_blocks(slab: int, need: GroupNeed) -> int:
+    """Return the most blocks whose equal, aligned strides fill the slab exactly."""
+    for count in range(slab // need.block_bytes, 0, -1):
+        if slab % count == 0 and (slab // count) % need.alignment == 0:
+            return count
+    raise AssertionError(f"a slab of {slab} bytes holds no block of {need.block_bytes}")
+
+
+def _partitioned(needs: Sequence[GroupNeed], budget: int, max_tokens: int, chunk: int) -> CachePlan:
+    weights = [need.blocks_for(max_tokens, min(chunk, max_tokens)) * need.block_bytes for need in needs]
+    groups = []
+    for need, weight in zip(needs, weights, strict=True):
+        count = budget * weight // sum(weights) // need.block_bytes
+        groups.append(_group(need, need.block_bytes, 1, count))
+    return CachePlan(shared=False, num_slabs=0, slab_bytes=0, groups=tuple(groups), padding=0.0)
+
+
+def _group(need: GroupNeed, stride: int, blocks_per_slab: int, num_blocks: int) -> GroupPlan:
+    return GroupPlan(
+        kind=need.kind,
+        block_tokens=need.block_tokens,
+        block_bytes=need.block_bytes,
+        stride=stride,
+        blocks_per_slab=blocks_per_slab,
+        num_blocks=num_blocks,
+        layer_offsets=tuple(i * need.layer_bytes for i in range(need.num_layers)),
+        window=need.window,
+    )
