@@ -204,7 +204,9 @@ class Pool:
                 held += refs > 0
                 assert not (refs and (block in free or block in blocks.cached)), f"group {number} block {block}: held"
                 assert (name is None) or blocks.index.get(name) == block, f"group {number} block {block}: name lost"
-                assert (block in blocks.cached) == (name is not None and not refs), f"group {number} block {block}: cached"
+                assert (block in blocks.cached) == (name is not None and not refs), (
+                    f"group {number} block {block}: cached"
+                )
                 if self.shared:
                     mine = self.owner[block // blocks.per_slab] == number
                     assert mine or not (refs or name or block in free), f"group {number} block {block}: foreign slab"
@@ -218,7 +220,9 @@ class Pool:
     def _check_slabs(self) -> None:
         if not self.shared:
             return
-        assert sorted(self.free_slabs) == [s for s in range(1, self.num_slabs) if self.owner[s] == NO_OWNER], "free slabs"
+        assert sorted(self.free_slabs) == [s for s in range(1, self.num_slabs) if self.owner[s] == NO_OWNER], (
+            "free slabs"
+        )
         for slab in range(1, self.num_slabs):
             if self.owner[slab] == NO_OWNER:
                 assert slab not in self.idle and not self.held_in[slab], f"slab {slab}: free but in use"

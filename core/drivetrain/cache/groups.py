@@ -1,0 +1,127 @@
+"""How each kind of cache names its blocks, finds them again, and lets go of them. One class a kind, same methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from drivetrain.cache.pool import Pool
+from drivetrain.cache.sizing import GroupPlan
+
+
+class Group(Protocol):
+    """One cache group's rules. Positions are in tokens; a prefix of length p is tokens 0 .. p - 1."""
+
+    number: int
+    plan: GroupPlan
+    granule: int
+
+    def longest(self, digests: Sequence[bytes], limit: int) -> int:
+        """Return the longest prefix <= limit, a multiple of the granule, that this group can serve."""
+
+    def blocks_at(self, digests: Sequence[bytes], length: int) -> list[tuple[int, int]]:
+        """Return (index in the table, block) of what a row must hold to go on from a prefix that it can serve."""
+
+    def first_needed(self, position: int) -> int:
+        """Return the first table index that a query at that position, or any later one, may read."""
+
+    def named_upto(self, position: int) -> int:
+        """Return how many table indices have names once tokens 0 .. position - 1 are known."""
+
+    def name_of(self, digests: Sequence[bytes], index: int) -> bytes:
+        """Return the name of the block at a table index."""
+
+
+class PagedGroup:
+    """Full attention and sliding windows: a block for each ``block_tokens`` tokens.
+
+    Blocks as large as a unit, or larger, are named by the digest of their last unit; smaller ones by the digest of
+    their unit and their place in it.
+    """
+
+    def __init__(self, pool: Pool, number: int, plan: GroupPlan, unit: int) -> None:
+        size = plan.block_tokens
+        if size % unit and unit % size:
+            raise ValueError(f"block size {size} and hash unit {unit}: one must divide the other")
+        self.number, self.plan = number, plan
+        self.granule = max(size, unit)
+        self._index = pool.groups[number].index
+        self._size, self._unit, self._window = size, unit, plan.window
+        self._parts = unit // size if unit > size else 0
+
+    def name_of(self, digests: Sequence[bytes], index: int) -> bytes:
+        if self._parts:
+            return digests[index // self._parts] + bytes((index % self._parts,))
+        return digests[(index + 1) * self._size // self._unit - 1]
+
+    def named_upto(self, position: int) -> int:
+        return position // self.granule * self.granule // self._size
+
+    def first_needed(self, position: int) -> int:
+        if self._window is None:
+            return 0
+        return max(0, position - self._window + 1) // self._size
+
+    def longest(self, digests: Sequence[bytes], limit: int) -> int:
+        limit = min(limit, len(digests) * self._unit) // self.granule * self.granule
+        if self._window is None:
+            return self._run_from_start(digests, limit)
+        while limit > 0:
+            first, last = self.first_needed(limit), limit // self._size
+            index = last - 1
+            while index >= first and self.name_of(digests, index) in self._index:
+                index -= 1
+            if index < first:
+                return limit
+            limit = index * self._size // self.granule * self.granule
+        return 0
+
+    def _run_from_start(self, digests: Sequence[bytes], limit: int) -> int:
+        known, name = self._index, self.name_of
+        for index in range(limit // self._size):
+            if name(digests, index) not in known:
+                return index * self._size // self.granule * self.granule
+        return limit
+
+    def blocks_at(self, digests: Sequence[bytes], length: int) -> list[tuple[int, int]]:
+        known, name = self._index, self.name_of
+        return [(i, known[name(digests, i)]) for i in range(self.first_needed(length), length // self._size)]
+
+
+class RecurrentGroup:
+    """Recurrent state: one working block a request at table index 0, and checkpoints named by the digest before them."""
+
+    def __init__(self, pool: Pool, number: int, plan: GroupPlan, unit: int) -> None:
+        self.number, self.plan = number, plan
+        self.granule = unit
+        self._index = pool.groups[number].index
+        self._unit = unit
+
+    def name_of(self, digests: Sequence[bytes], index: int) -> bytes:
+        """Name the checkpoint after ``index`` units."""
+        return digests[index - 1]
+
+    def named_upto(self, position: int) -> int:
+        return 0
+
+    def first_needed(self, position: int) -> int:
+        return 0
+
+    def longest(self, digests: Sequence[bytes], limit: int) -> int:
+        for units in range(min(limit // self._unit, len(digests)), 0, -1):
+            if digests[units - 1] in self._index:
+                return units * self._unit
+        return 0
+
+    def blocks_at(self, digests: Sequence[bytes], length: int) -> list[tuple[int, int]]:
+        """Return the checkpoint to copy from; its index says so: -1."""
+        return [(-1, self._index[digests[length // self._unit - 1]])] if length else []
+
+
+def make_group(pool: Pool, number: int, plan: GroupPlan, unit: int) -> Group:
+    """Return the rules of one group. ValueError for a kind that has none yet."""
+    if plan.kind in ("full", "window"):
+        return PagedGroup(pool, number, plan, unit)
+    if plan.kind == "recurrent":
+        return RecurrentGroup(pool, number, plan, unit)
+    raise ValueError(f"cache kind {plan.kind!r} has no rules in this version: full, window and recurrent have")
