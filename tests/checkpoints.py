@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -184,7 +185,7 @@ def _byte_level(text: str, vocabulary: int) -> Any:
     while len(vocab) < vocabulary:
         counts: dict[tuple[str, str], int] = {}
         for word in words:
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 counts[pair] = counts.get(pair, 0) + 1
         best = min(counts, key=lambda pair: (-counts[pair], pair))
         merges.append(best)
