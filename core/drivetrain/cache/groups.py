@@ -89,7 +89,7 @@ class PagedGroup:
 
 
 class RecurrentGroup:
-    """Recurrent state: one working block a request at table index 0, and checkpoints named by the digest before them."""
+    """Recurrent state: a working block a request at table index 0, and checkpoints named by the digest before them."""
 
     def __init__(self, pool: Pool, number: int, plan: GroupPlan, unit: int) -> None:
         self.number, self.plan = number, plan

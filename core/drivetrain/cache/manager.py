@@ -235,7 +235,11 @@ class CacheManager:
         return block
 
     def close(self, row: int) -> None:
-        """Let go of all that a row holds."""
+        """Let go of all that a row holds, and of what the next plan was to do with it."""
+        for group in self.recurrent:
+            working = int(self.tables[group.number][row, 0])
+            self._zeroed = [one for one in self._zeroed if one != (group.number, working)]
+            self._copies = [c for c in self._copies if (c.group, c.target) != (group.number, working)]
         for number, table in enumerate(self.tables):
             first, end = int(self.firsts[number, row]), int(self.ends[number, row])
             # last blocks first: a chain is evicted from its end, so that what is left of it can still be found
@@ -273,7 +277,7 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that could be held at once were all slabs given to the group of largest blocks; all, if partitioned."""
+        """Blocks that could be held at once if all slabs went to the group of largest blocks."""
         if self.plan.shared:
             return max(0, self.plan.num_slabs - 1) * min((g.blocks_per_slab for g in self.plan.groups), default=0)
         return sum(max(0, g.num_blocks - 1) for g in self.plan.groups)

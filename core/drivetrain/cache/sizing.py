@@ -87,7 +87,8 @@ def plan_cache(needs: Sequence[GroupNeed], budget: int, *, shared: bool, max_tok
     least = smallest_budget(needs, plan, max_tokens, chunk)
     if budget < least:
         raise ConfigError(
-            f"the cache has {budget / 2**20:.1f} MiB, one sequence of {max_tokens} tokens needs {least / 2**20:.1f} MiB",
+            f"the cache has {budget / 2**20:.1f} MiB, "
+            f"one sequence of {max_tokens} tokens needs {least / 2**20:.1f} MiB",
             fix="lower --max-model-len or --max-num-batched-tokens, or give more memory (--cache-bytes)",
         )
     return plan

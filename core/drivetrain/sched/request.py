@@ -1,0 +1,168 @@
+"""A request's counters, and the only place where they change. Counters of running requests are numpy arrays by row.
+
+For a running row:  confirmed <= reserved.  ``confirmed``: tokens whose cache entries are valid, as the host knows;
+``reserved``: their upper bound once all plans in flight are done; ``known``: tokens whose values the host knows;
+``target``: tokens that prefill must compute (all that were known when the row started). A row is in prefill while
+reserved < target, and decodes after. A step that computes up to position c - 1 draws the token of index c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from drivetrain.cache.prefix import Chain
+from drivetrain.params import GenerateRequest
+from drivetrain.sched.grammar import GrammarSession
+
+NO_EPOCH = 0
+STOP_SLOTS = 8
+
+
+class State(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    WAITING_REMOTE = "waiting for remote blocks"
+    RUNNING = "running"
+    PINNED = "finished, blocks still read"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. ``tokens`` while it has no row: prompt and what was generated before it lost its row."""
+
+    asked: GenerateRequest
+    order: int
+    chain: Chain
+    tokens: np.ndarray
+    grammar: GrammarSession | None = None
+    state: State = State.WAITING
+    row: int = -1
+    epoch: int = NO_EPOCH
+    limit: int = 0
+    num_preemptions: int = 0
+    skipped: int = 0
+    started: bool = False
+    num_cached: int = 0
+    remote_tokens: int = 0
+    departed: set[int] = field(default_factory=set)  # epochs of lost rows that still have plans in flight
+    failed: str = ""
+
+    @property
+    def request_id(self) -> int:
+        """Its number."""
+        return self.asked.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.asked.prompt_ids)
+
+
+class RequestTable:
+    """Counters of running requests, by row; ``requests[row]`` is the request or None."""
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self.max_rows = max_rows
+        self.requests: list[Request | None] = [None] * max_rows
+        self.request_id = np.zeros(max_rows, np.int64)
+        self.epoch = np.full(max_rows, NO_EPOCH, np.int32)
+        self.confirmed = np.zeros(max_rows, np.int32)
+        self.reserved = np.zeros(max_rows, np.int32)
+        self.known = np.zeros(max_rows, np.int32)
+        self.target = np.zeros(max_rows, np.int32)
+        self.limit = np.zeros(max_rows, np.int32)
+        self.hashed = np.zeros(max_rows, np.int32)  # units whose blocks were offered to the index
+        self.in_flight = np.zeros(max_rows, np.int32)
+        self.late = np.zeros(max_rows, bool)
+        self.unsampled = np.zeros(max_rows, bool)  # a late row whose last plan has not been sampled
+        self.reports = np.zeros(max_rows, bool)  # asks for log-probabilities
+        self.stops = np.full((max_rows, STOP_SLOTS), -1, np.int32)
+        self.many_stops: dict[int, frozenset[int]] = {}
+        self.tokens = np.zeros((max_rows, max_tokens + 1), np.int32)
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._next_epoch = NO_EPOCH + 1
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request has."""
+        return len(self._free)
+
+    def start(self, request: Request, computed: int) -> int:
+        """Give a request a row and a new epoch; ``computed`` of its tokens are valid in the cache."""
+        row = self._free.pop()
+        known = len(request.tokens)
+        self.requests[row] = request
+        request.row, request.epoch = row, self._next_epoch
+        self._next_epoch += 1
+        self.request_id[row] = request.request_id
+        self.epoch[row] = request.epoch
+        self.confirmed[row] = self.reserved[row] = computed
+        self.known[row] = self.target[row] = known
+        self.limit[row] = request.limit
+        self.hashed[row] = 0
+        self.in_flight[row] = 0
+        self.late[row] = request.grammar is not None
+        self.unsampled[row] = False
+        self.reports[row] = request.asked.sampling.logprobs is not None
+        self.tokens[row, :known] = request.tokens
+        stops = stop_ids(request.asked)
+        self.stops[row] = -1
+        if len(stops) > STOP_SLOTS:
+            self.many_stops[row] = frozenset(stops)
+        else:
+            self.stops[row, : len(stops)] = stops
+        return row
+
+    def stop(self, row: int) -> Request:
+        """Take a request's row away; what is in flight for its epoch is no longer matched by the arrays."""
+        request = self.requests[row]
+        assert request is not None
+        request.tokens = self.tokens[row, : self.known[row]].copy()
+        if self.in_flight[row]:
+            request.departed.add(request.epoch)
+        request.row = -1
+        self.requests[row] = None
+        self.epoch[row] = NO_EPOCH
+        self.many_stops.pop(row, None)
+        self._free.append(row)
+        return request
+
+    def reserve(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+        """A plan computes up to that many tokens more for each row."""
+        self.reserved[rows] += num_new
+        self.in_flight[rows] += 1
+
+    def confirm(self, rows: np.ndarray, num_new: np.ndarray, kept: np.ndarray) -> None:
+        """A plan is done: of ``num_new`` tokens computed for each row, ``kept`` stay valid."""
+        self.confirmed[rows] += kept
+        self.reserved[rows] -= num_new - kept
+        self.in_flight[rows] -= 1
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """One drawn token of each row becomes known."""
+        self.tokens[rows, self.known[rows]] = tokens
+        self.known[rows] += 1
+
+    def check_integrity(self) -> None:
+        """AssertionError naming the first row whose counters contradict each other."""
+        taken = [row for row, request in enumerate(self.requests) if request is not None]
+        assert sorted([*taken, *self._free]) == list(range(self.max_rows)), "rows lost or doubled"
+        for row in taken:
+            request = self.requests[row]
+            assert request is not None and request.row == row and request.epoch == self.epoch[row], f"row {row}: epoch"
+            counts = (self.confirmed[row], self.reserved[row], self.known[row], self.limit[row])
+            assert 0 <= counts[0] <= counts[1], f"row {row}: confirmed {counts[0]}, reserved {counts[1]}"
+            assert counts[0] <= counts[2] <= counts[3], f"row {row}: known {counts[2]} of {counts[3]}"
+            assert counts[1] < counts[3] or request.asked.pooling is not None, f"row {row}: reserved beyond the limit"
+            assert self.in_flight[row] or counts[0] == counts[1], f"row {row}: nothing in flight, but reserved"
+
+
+def stop_ids(asked: GenerateRequest) -> tuple[int, ...]:
+    """Return the tokens that end a request."""
+    ends = () if asked.sampling.ignore_eos else asked.eos_ids
+    return (*ends, *asked.sampling.stop_token_ids)
