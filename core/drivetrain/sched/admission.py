@@ -81,7 +81,6 @@ def lookup(state: SchedulerState, request: Request) -> int:
 def open_row(state: SchedulerState, request: Request, hit: int, upto: int) -> bool:
     """Give a request a row holding ``hit`` cached tokens and room for ``upto``; False when blocks lack."""
     row = state.table.start(request, hit)
-    state.cache.slide(np.array([row]), np.array([hit]))
     opened = state.cache.open(row, request.chain.digests, hit)
     if not opened or not state.cache.extend(row, upto):
         state.cache.close(row)

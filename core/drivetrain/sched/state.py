@@ -77,6 +77,7 @@ class SchedulerState:
     ends: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     ended: list[Finished] = field(default_factory=list)
+    late_outputs: list[tuple[int, list[int]]] = field(default_factory=list)  # tokens of preempted requests
     published: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
     totals: Totals = field(default_factory=Totals)
@@ -121,7 +122,7 @@ class SchedulerState:
         self.cache.close(row)
         if any(start.row == row for start in self.starts):
             self.starts = [start for start in self.starts if start.row != row]
-        else:
+        elif request.state is State.RUNNING:
             self.ends.append(row)
         return request
 
@@ -178,6 +179,4 @@ class SchedulerState:
 
     def end(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> Finished:
         """End a request without an error."""
-        return self.finish(
-            request, Finished(request_id=request.request_id, reason=reason, stop_token=stop_token)
-        )
+        return self.finish(request, Finished(request_id=request.request_id, reason=reason, stop_token=stop_token))
