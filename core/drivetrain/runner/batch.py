@@ -100,7 +100,7 @@ class BatchBuilder:
         self.policy = policy
         self._padding_row = padding_row
         self._max_drafts = max_drafts
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self.max_widths = max_widths
         self._count = np.arange(64, dtype=np.int32)
 
@@ -114,7 +114,7 @@ class BatchBuilder:
             rows = bucket(policy.rows, plan.num_rows + (1 if tokens > plan.num_tokens else 0))
             widths = tuple(
                 min(limit, bucket(policy.blocks_per_row, max(1, -(-longest // size))))
-                for size, limit in zip(self._block_tokens, self.max_widths, strict=True)
+                for size, limit in zip(self.block_tokens, self.max_widths, strict=True)
             )
         except ValueError as error:
             raise StepError(
@@ -162,7 +162,7 @@ class BatchBuilder:
         count = len(index)
         verify = index[(index >= plan.num_decode) & (index < plan.num_decode + plan.num_verify)]
         last = batch.query_start[index + 1] - 1
-        rows = bucket(self.policy.rows, count)
+        rows = count if self.policy.dynamic else batch.shape.rows
         if len(verify) == 0:
             padded_rows = padded_to(plan.rows[index], rows, self._padding_row)
             return SampleArrays(
@@ -182,7 +182,7 @@ class BatchBuilder:
         total = int(ends[-1])
         owner = np.repeat(self.count(count), drafts + 1)
         place = self.count(total) - (ends - drafts - 1)[owner]
-        logits = self._logit_bucket(total)
+        logits = total if self.policy.dynamic else self.logit_rows(batch.shape)
         places = np.minimum(self.count(self._max_drafts + 1)[None, :], drafts[:, None])
         return SampleArrays(
             index=index,
@@ -195,10 +195,11 @@ class BatchBuilder:
             num_drafts=padded_to(drafts, rows, 0),
         )
 
-    def _logit_bucket(self, count: int) -> int:
-        """Pad logits rows to a row bucket, or beyond the largest one to a token bucket."""
-        rows = self.policy.rows
-        return bucket(rows, count) if not rows or count <= rows[-1] else bucket(self.policy.tokens, count)
+    def logit_rows(self, shape: BatchShape) -> int:
+        """Return the logits rows of a step with verification under fixed shapes: a bucket that holds the most
+        that such a step can have."""
+        most = min(shape.tokens, shape.rows * (self._max_drafts + 1))
+        return next((size for size in sorted({*self.policy.rows, *self.policy.tokens}) if size >= most), most)
 
     def count(self, n: int) -> np.ndarray:
         """Return 0 .. n - 1 as int32, a view that must not be written."""

@@ -40,9 +40,16 @@ def allocate_caches(
 
 
 def change_blocks(
-    runtime: DeviceRuntime, caches: Sequence[CacheHandle | None], places: Iterable[GroupPlace], plan: StepPlan
+    runtime: DeviceRuntime,
+    caches: Sequence[CacheHandle | None],
+    places: Iterable[GroupPlace],
+    plan: StepPlan,
+    chunk: int,
 ) -> None:
-    """Queue the plan's zeroed blocks and copies, before its forward pass."""
+    """Queue the plan's zeroed blocks and copies, before its forward pass.
+
+    ``chunk`` 0: lists of their exact length; else of this length, filled up with the null block.
+    """
     if not plan.zeroed and not plan.copies:
         return
     for place in places:
@@ -52,11 +59,20 @@ def change_blocks(
         if not handles:
             continue
         dtype = handles[0].layout.slot_dtype
-        if zeroed:
-            blocks = runtime.from_host(np.array(zeroed, dtype))
+        for piece in _pieces(np.array(zeroed, dtype).reshape(-1, 1), chunk):
+            blocks = runtime.from_host(piece[:, 0].copy())
             for cache in handles:
                 cache.zero_blocks(blocks)
-        if copies:
-            pairs = runtime.from_host(np.array(copies, dtype).T.copy())
+        for piece in _pieces(np.array(copies, dtype).reshape(-1, 2), chunk):
+            pairs = runtime.from_host(piece.T.copy())
             for cache in handles:
                 cache.copy_blocks(pairs[0], pairs[1])
+
+
+def _pieces(ids: np.ndarray, chunk: int) -> list[np.ndarray]:
+    if len(ids) == 0:
+        return []
+    if chunk == 0:
+        return [ids]
+    padded = np.pad(ids, ((0, -len(ids) % chunk), (0, 0)))
+    return [padded[a : a + chunk] for a in range(0, len(padded), chunk)]

@@ -88,7 +88,7 @@ class ForwardPass:
                 grid[:, run.offset : run.offset + run.values.shape[1]] = run.values
             pack.add("grid", grid)
         for g, place in enumerate(self.places):
-            exports = _exports(plan, place.plan_group)
+            exports = self._exports(plan, place.plan_group)
             if exports:
                 pack.add(f"exports{g}", np.array(exports, np.int32))
 
@@ -187,11 +187,16 @@ class ForwardPass:
     def embed(self, plan: StepPlan, ids: torch.Tensor) -> Carry:
         """Look the ids up; embeddings that the plan brings replace their tokens' own."""
         carry = self.decoder.embed(ids)
+        if not plan.embeds:
+            return carry
+        hidden, device = carry["hidden"], self._backend.device
+        given = np.zeros(hidden.shape, np.float32)
+        replaced = np.zeros((len(given), 1), bool)
         for run in plan.embeds:
-            values = self._backend.device.from_host(np.ascontiguousarray(run.values, np.float32))
-            hidden = carry["hidden"]
-            hidden[run.offset : run.offset + len(run.values)] = values.to(hidden.dtype)
-        return carry
+            given[run.offset : run.offset + len(run.values)] = run.values
+            replaced[run.offset : run.offset + len(run.values)] = True
+        values = device.from_host(given).to(hidden.dtype)
+        return {**carry, "hidden": torch.where(device.from_host(replaced), values, hidden)}
 
     def close(self) -> None:
         """Drop the caches."""
@@ -207,18 +212,20 @@ class ForwardPass:
             positions = torch.where(grid >= 0, grid, positions.unsqueeze(0).to(grid.dtype))
         return positions
 
+    def _exports(self, plan: StepPlan, group: int) -> tuple[tuple[int, int, int], ...]:
+        """The group's exports; under fixed shapes filled up with exports of nothing to the null block."""
+        found = [(e.index, e.offset, e.block) for e in plan.exports if e.group == group]
+        missing = -len(found) % self._tables.shape.chunk if self._tables.shape.chunk else 0
+        return tuple(found + [(0, 0, 0)] * missing)
+
     def _state_plan(self, plan: StepPlan, batch: BatchArrays, views: dict[str, torch.Tensor], group: int) -> StatePlan:
         return StatePlan(
             state_blocks=self._tables.tables[group][views["rows"], 0],
             query_start_dev=views["query_start"],
             query_start_host=batch.query_start,
             exports=views.get(f"exports{group}"),
-            exports_host=_exports(plan, self.places[group].plan_group),
+            exports_host=self._exports(plan, self.places[group].plan_group),
         )
-
-
-def _exports(plan: StepPlan, group: int) -> tuple[tuple[int, int, int], ...]:
-    return tuple((e.index, e.offset, e.block) for e in plan.exports if e.group == group)
 
 
 def group_places(decoder: Decoder, group_ids: Sequence[int]) -> tuple[GroupPlace, ...]:

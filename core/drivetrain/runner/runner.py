@@ -21,7 +21,7 @@ from drivetrain.runner.batch import BatchArrays, BatchBuilder
 from drivetrain.runner.caches import change_blocks
 from drivetrain.runner.forward import ForwardPass
 from drivetrain.runner.graphs import decode_graphs
-from drivetrain.runner.pooling import Pooler
+from drivetrain.runner.pooling import Pooled, Pooler
 from drivetrain.runner.results import assemble, failed
 from drivetrain.runner.rows import POOLING, RowTables
 from drivetrain.runner.sampler import RowUpdate, Sampler, SampleSet, late_mask
@@ -47,8 +47,7 @@ class InFlight:
     parts: list[SampleSet] = field(default_factory=list)
     early: SampleSet | None = None
     late: SampleSet | None = None
-    pooled_rows: tuple[int, ...] = ()
-    pooled: tuple[torch.Tensor, ...] = ()
+    pooled: list[Pooled] = field(default_factory=list)
     pooled_copy: HostCopy | None = None
     carry: Carry | None = None
     graph: bool = False
@@ -95,7 +94,7 @@ class Runner:
         self.passes = ForwardPass(backend, decoder, self.caches, ops, self.tables, group_ids)
         self.graphs = decode_graphs(backend, self.passes, self.builder, config.max_num_seqs)
         self._group_ids = group_ids
-        self._pooler = Pooler(self.tables)
+        self._pooler = Pooler(self.runtime, self.tables)
         self._flights: deque[InFlight] = deque()
         self._sampler = (
             Sampler(
@@ -148,7 +147,7 @@ class Runner:
             raise
         views = pack.upload(self.ring, self.runtime)
         self.tables.apply(views)
-        change_blocks(self.runtime, self.caches, self.passes.places, plan)
+        change_blocks(self.runtime, self.caches, self.passes.places, plan, self.tables.shape.chunk)
         if plan.num_rows == 0:
             return
         prepared = self.passes.prepare(batch, views)
@@ -176,9 +175,7 @@ class Runner:
             return
         if facts & POOLING:
             hidden = self.decoder.finish(carry)
-            done = self._pooler.run(plan, batch, hidden)
-            flight.pooled_rows = tuple(row for row, _ in done)
-            flight.pooled = tuple(vector for _, vector in done)
+            flight.pooled = self._pooler.run(plan, batch, hidden)
             self._keep_hidden(flight, views, prepared, hidden)
             return
         for prefix, part in self._sets(flight):
@@ -270,7 +267,7 @@ class Runner:
         if flight.early is not None:
             update, tensors = self._draw(flight, flight.early, None)
         if flight.pooled:
-            tensors = [*tensors, *flight.pooled]
+            tensors = [*tensors, *(pooled.total for pooled in flight.pooled)]
         if tensors:
             copy = self.runtime.to_host(tensors)
             flight.pooled_copy = copy if flight.pooled else None
@@ -278,7 +275,6 @@ class Runner:
                 flight.early.copy = copy
         else:
             flight.done = self.runtime.stream().record()
-        flight.pooled = ()
         return update
 
     def _sample_late(self, flight: InFlight, late: LateInput) -> RowUpdate | None:
@@ -358,9 +354,9 @@ class Runner:
             if flight.done is not None:
                 flight.done.wait()
             copied = [part.copy.get() for part in flight.parts if part.copy is not None]
-            count = len(flight.pooled_rows)
-            pooled = flight.pooled_copy.get()[-count:] if flight.pooled_copy is not None else ()
-        return assemble(flight.plan, flight.parts, copied, tuple(zip(flight.pooled_rows, pooled, strict=True)))
+            totals = flight.pooled_copy.get()[-len(flight.pooled) :] if flight.pooled_copy is not None else ()
+        pooled = [(p.index, total / p.count) for p, total in zip(flight.pooled, totals, strict=True)]
+        return assemble(flight.plan, flight.parts, copied, pooled)
 
     def _fail(self, flight: InFlight, error: Exception) -> None:
         logger.error("plan %d failed", flight.plan.plan_id, exc_info=error)
@@ -368,7 +364,7 @@ class Runner:
         flight.failure_class = self.runtime.classify_error(error).value
         flight.parts.clear()
         flight.early = flight.late = None
-        flight.pooled = ()
+        flight.pooled.clear()
 
     @property
     def in_flight(self) -> int:

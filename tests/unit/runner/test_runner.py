@@ -12,16 +12,8 @@ from drivetrain.ops.reference import REFERENCE
 from drivetrain.runner.drafter import RandomDrafter
 from drivetrain.runner.runner import Runner
 from drivetrain.sched.plan import EmbedRun, LateInput, PositionRun, RowStart, StepPlan
-from drivetrain_api.v1 import (
-    Capabilities,
-    ComposedBackend,
-    DrawSpec,
-    SamplingInputs,
-    ShapePolicy,
-    generic_profiler,
-    torch_runtime,
-    torch_storage,
-)
+from drivetrain_api.v1 import DrawSpec, SamplingInputs
+from tests.unit.runner.devices import DEVICES, device, host
 from tests.unit.runner.fakes import (
     FakeDecoder,
     Job,
@@ -34,28 +26,16 @@ from tests.unit.runner.fakes import (
 )
 
 VOCABULARY, WINDOW, BLOCKS = 97, 20, 120
-STATIC = ShapePolicy(tokens=(4, 8, 16, 64), rows=(4, 8), blocks_per_row=(2, 4, 16), pad_token=0)
-
-
-DYNAMIC = ShapePolicy()
-
-
-def backend_of(shapes: ShapePolicy = DYNAMIC, slot_dtype: str = "int64") -> ComposedBackend:
-    runtime = torch_runtime("cpu")
-    return ComposedBackend(
-        capabilities=Capabilities(),
-        device=runtime,
-        storage=torch_storage(runtime, slot_dtype=slot_dtype),
-        memory=generic_profiler(runtime),
-        shapes=shapes,
-    )
+each_device = pytest.mark.parametrize("kind", DEVICES)
+each_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 
 
 def make(backend=None, *, drafter=None, vocabulary=VOCABULARY, **config):
-    backend = backend or backend_of()
-    decoder = FakeDecoder(backend, vocabulary=vocabulary, window=WINDOW)
+    backend = backend or host()
+    size = backend.storage.block_tokens[0]
+    decoder = FakeDecoder(backend, vocabulary=vocabulary, window=WINDOW, block_tokens=size)
     caches = tuple(backend.storage.allocate(g.layout, BLOCKS) for g in decoder.groups)
-    runner = Runner(backend, decoder, caches, runner_config(**config), Ops(backend, block_tokens=16), drafter)
+    runner = Runner(backend, decoder, caches, runner_config(**config), Ops(backend, block_tokens=size), drafter)
     return runner, decoder
 
 
@@ -63,7 +43,7 @@ def jobs(count: int = 9, seed: int = 3, vocabulary: int = VOCABULARY, **start) -
     rng = np.random.default_rng(seed)
     return [
         Job(
-            prompt=rng.integers(0, vocabulary, int(rng.integers(1, 70))).tolist(),
+            prompt=rng.integers(0, vocabulary, int(rng.integers(1, 160))).tolist(),
             max_new=int(rng.integers(1, 30)),
             arrive=int(rng.integers(0, 12)),
             start=dict(start),
@@ -72,20 +52,22 @@ def jobs(count: int = 9, seed: int = 3, vocabulary: int = VOCABULARY, **start) -
     ]
 
 
-def run(executor, todo: list[Job], *, depth=1, budget=48, rows=6, **more) -> MiniScheduler:
+def block_size(executor: InlineExecutor) -> int:
+    return executor.runner.backend.storage.block_tokens[0]
+
+
+def run(executor, todo: list[Job], *, depth=1, budget=48, rows=6, **more) -> int:
     sched_keys = {k: more.pop(k) for k in ("max_drafts", "seed") if k in more}
-    sched = MiniScheduler(rows=rows, budget=budget, block_tokens=16, num_blocks=BLOCKS, **sched_keys)
+    sched = MiniScheduler(rows=rows, budget=budget, block_tokens=block_size(executor), num_blocks=BLOCKS, **sched_keys)
     for job in todo:
         sched.add(job)
-    drive(executor, sched, depth=depth, **more)
-    return sched
+    return drive(executor, sched, depth=depth, **more)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("slot_dtype", ["int64", "int32"])
-@pytest.mark.parametrize("shapes", [ShapePolicy(), STATIC], ids=["dynamic", "static"])
-def test_mixed_batches_give_the_models_own_tokens(depth: int, slot_dtype: str, shapes: ShapePolicy) -> None:
-    runner, _ = make(backend_of(shapes, slot_dtype), depth=depth)
+@each_depth
+@each_device
+def test_mixed_batches_give_the_models_own_tokens(depth: int, kind: str) -> None:
+    runner, _ = make(device(kind), depth=depth)
     todo = jobs()
     run(InlineExecutor(runner), todo, depth=depth)
     for job in todo:
@@ -130,9 +112,9 @@ def expected_draws(job: Job, vocabulary: int = VOCABULARY) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("shapes", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-def test_a_seeded_request_draws_what_it_draws_alone(depth: int, shapes: ShapePolicy) -> None:
-    runner, _ = make(backend_of(shapes), depth=depth)
+@each_device
+def test_a_seeded_request_draws_what_it_draws_alone(depth: int, kind: str) -> None:
+    runner, _ = make(device(kind), depth=depth)
     todo = jobs(8)
     for i, job in enumerate(todo[:6]):
         job.start = sampling(i)
@@ -144,30 +126,24 @@ def test_a_seeded_request_draws_what_it_draws_alone(depth: int, shapes: ShapePol
     assert any(job.out != expected_greedy(job.prompt, job.max_new, VOCABULARY, WINDOW) for job in todo[:6])
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("shapes", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-def test_random_drafts_change_no_token(depth: int, shapes: ShapePolicy) -> None:
+@each_depth
+@each_device
+def test_random_drafts_change_no_token(depth: int, kind: str) -> None:
     vocabulary, k = 3, 3
     runner, _ = make(
-        backend_of(shapes), depth=depth, vocabulary=vocabulary, max_drafts=k, drafter=RandomDrafter(vocabulary, k)
+        device(kind), depth=depth, vocabulary=vocabulary, max_drafts=k, drafter=RandomDrafter(vocabulary, k)
     )
     todo = jobs(10, vocabulary=vocabulary)
     for i, job in enumerate(todo):
         job.start = {**(sampling(i) if i % 2 else {}), "max_drafts": k if i % 3 else 0}
-    sched = MiniScheduler(rows=6, budget=48, block_tokens=16, num_blocks=BLOCKS, max_drafts=k)
-    for job in todo:
-        sched.add(job)
-    steps = drive(InlineExecutor(runner), sched, depth=depth)
+    steps = run(InlineExecutor(runner), todo, depth=depth, max_drafts=k)
     for job in todo:
         alone = expected_draws(job, vocabulary) if "seed" in job.start else None
         assert job.out == (alone or expected_greedy(job.prompt, job.max_new, vocabulary, WINDOW))
     if depth == 1:
         plain = [Job(prompt=j.prompt, max_new=j.max_new, arrive=j.arrive) for j in todo]
         other, _ = make(vocabulary=vocabulary)
-        slow = MiniScheduler(rows=6, budget=48, block_tokens=16, num_blocks=BLOCKS)
-        for job in plain:
-            slow.add(job)
-        assert steps < drive(InlineExecutor(other), slow, depth=1), "some drafts must have been accepted"
+        assert steps < run(InlineExecutor(other), plain), "some drafts must have been accepted"
 
 
 def mask_rows(allowed: list[int], vocabulary: int = VOCABULARY) -> np.ndarray:
@@ -192,10 +168,10 @@ def expected_masked(job: Job) -> list[int]:
     return shadow.out
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("shapes", [DYNAMIC, STATIC], ids=["dynamic", "static"])
-def test_masks_that_arrive_late_bind_only_their_rows(depth: int, shapes: ShapePolicy) -> None:
-    runner, _ = make(backend_of(shapes), depth=depth)
+@each_depth
+@each_device
+def test_masks_that_arrive_late_bind_only_their_rows(depth: int, kind: str) -> None:
+    runner, _ = make(device(kind), depth=depth)
     todo = jobs(8)
     for job in todo[::2]:
         job.late = True
@@ -361,7 +337,7 @@ def test_a_failed_step_ends_as_a_result_and_others_go_on() -> None:
 
 
 def test_a_plan_that_fits_no_bucket_fails_but_its_row_changes_hold() -> None:
-    runner, _ = make(backend_of(STATIC))
+    runner, _ = make(device("cpu-static"))
     long = [1] * 70
     failed = step(runner, plan_of(0, prompt=long, row=0))
     assert "step_limits" in failed.failure

@@ -1,0 +1,236 @@
+"""Warm-up: every shape that may come is run once before ``Backend.ready``, and the largest step is
+measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from drivetrain.errors import DeviceError
+from drivetrain.params import MAX_LOGPROBS
+from drivetrain.runner.batch import StepLimits
+from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, POOLING, TOP_K, TOP_P
+from drivetrain.sched.plan import BlockCopy, EmbedRun, LateInput, PositionRun, RowStart, StateExport, StepPlan
+
+if TYPE_CHECKING:
+    from drivetrain.runner.runner import Runner
+    from drivetrain_api.v1 import MemoryUse, ShapePolicy
+
+EVERY_FILTER = NON_GREEDY | TOP_K | TOP_P | MIN_P
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """What warming up did. ``largest``: memory of the largest step; ``steps``: dummy steps run; ``graphs``:
+    captured."""
+
+    largest: MemoryUse
+    steps: int
+    graphs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way in which steps of one shape differ in the work they need. ``flags``: facts of the dummy's
+    rows."""
+
+    flags: int = 0
+    late: bool = False
+    embeds: bool = False
+    grid: bool = False
+
+
+def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = None) -> WarmUp:
+    """Measure the largest step, run every shape of a policy of fixed shapes, capture graphs, declare
+    readiness.
+
+    ``largest_tokens``: measure with a step of this many query tokens where the limit's own would take too
+    long (dynamic shapes only). DeviceError when a dummy step fails: the engine could not serve that shape.
+    Waits.
+    """
+    backend, tables = runner.backend, runner.tables
+    measured = limits
+    if backend.shapes.dynamic and largest_tokens is not None:
+        measured = replace(limits, tokens=min(limits.tokens, largest_tokens))
+    steps = 0
+    try:
+        largest = backend.memory.measure(lambda: run_largest(runner, measured))
+        for plan in () if backend.shapes.dynamic else fixed_plans(runner, limits):
+            for variant in variants(runner):
+                run_dummy(runner, plan, variant)
+                steps += 1
+        for rows in runner.graphs.buckets:
+            plan = decode_plan(runner, rows, 1)
+            runner.capture(plan)
+            run_dummy(runner, plan, Variant())
+    finally:
+        tables.flags[tables.padding_row] = 0
+        tables.logprobs[tables.padding_row] = -1
+        tables.pooling.pop(tables.padding_row, None)
+    runner.runtime.synchronize()
+    backend.ready()
+    return WarmUp(largest=largest, steps=steps + 2, graphs=runner.graphs.count)
+
+
+def run_largest(runner: Runner, limits: StepLimits) -> None:
+    """Run the steps that need the most memory: one prompt of all tokens, then a full batch that samples."""
+    run_dummy(runner, prefill_plan(runner, 1, limits.tokens, 1), Variant())
+    rows = min(limits.rows, limits.tokens)
+    run_dummy(runner, decode_plan(runner, rows, 1), Variant(flags=EVERY_FILTER))
+
+
+def variants(runner: Runner) -> tuple[Variant, ...]:
+    """Return what steps of one shape may need beside each other, each op of it in at least one variant."""
+    drafts = DRAFTS if runner.config.max_drafts else 0
+    found = [
+        Variant(),
+        Variant(flags=EVERY_FILTER | LOGPROBS | DELTA | drafts),
+        Variant(flags=EVERY_FILTER | LOGPROBS | drafts, late=True),
+        Variant(late=True),
+        Variant(flags=POOLING),
+        Variant(embeds=True),
+    ]
+    if any(rope.sections for rope in getattr(runner.decoder.spec, "ropes", ())):
+        found.append(Variant(flags=DELTA, grid=True))
+    return tuple(found)
+
+
+def run_dummy(runner: Runner, plan: StepPlan, variant: Variant) -> None:
+    """Run one plan to its end. Its rows are the padding row: tokens go to the null block."""
+    tables, row = runner.tables, runner.tables.padding_row
+    plan = varied(runner, plan, variant)
+    tables.flags[row] = variant.flags
+    tables.logprobs[row] = MAX_LOGPROBS if variant.flags & LOGPROBS else -1
+    tables.pooling = {row: "mean"} if variant.flags & POOLING else {}
+    carry = None if runner.config.first else runner.passes.embed(plan, runner.runtime.from_host(plan.prompt_ids))
+    runner.forward(plan, carry)
+    if runner.config.last:
+        runner.sample(plan.plan_id, None)
+        if plan.late_rows:
+            runner.sample(plan.plan_id, all_allowed(plan, runner.decoder.spec.vocabulary))
+    result = runner.poll(True)
+    assert result is not None
+    if result.failure:
+        what = f"{plan.num_rows} rows and {plan.num_tokens} tokens"
+        raise DeviceError(f"warm-up with {what} failed ({result.failure_class}): {result.failure}")
+
+
+def varied(runner: Runner, plan: StepPlan, variant: Variant) -> StepPlan:
+    """Return the plan with what the variant asks for."""
+    if variant.late:
+        plan = replace(plan, late_rows=tuple(range(plan.num_rows)))
+    if variant.embeds:
+        values = np.zeros((1, runner.decoder.spec.hidden), np.float32)
+        plan = replace(plan, embeds=(EmbedRun(offset=0, values=values),))
+    if variant.grid:
+        plan = replace(plan, positions=(PositionRun(offset=0, values=np.zeros((3, 1), np.int32)),))
+    return plan
+
+
+def all_allowed(plan: StepPlan, vocabulary: int) -> LateInput:
+    """Return late input that allows every token in every late row."""
+    verify = range(plan.num_decode, plan.num_decode + plan.num_verify)
+    count = sum(int(plan.num_new[i]) if i in verify else 1 for i in plan.late_rows)
+    mask = np.full((count, -(-vocabulary // 32)), -1, np.int32)
+    return LateInput(indices=np.array(plan.late_rows, np.int32), mask=mask)
+
+
+def fixed_plans(runner: Runner, limits: StepLimits) -> Iterator[StepPlan]:
+    """Yield a step for each (tokens, rows, blocks) that a plan within the limits can be padded to, and one
+    with every kind of change to rows, blocks and states."""
+    policy, builder = runner.backend.shapes, runner.builder
+    yield changes_plan(runner)
+    longest = sorted({min(b, max(builder.max_widths, default=1)) for b in policy.blocks_per_row or (1,)})
+    for tokens, rows in reachable(policy, limits):
+        for blocks in longest:
+            length = blocks * max(builder.block_tokens, default=1)
+            yield prefill_plan(runner, rows, tokens, length)
+            if runner.config.max_drafts and (plan := verify_plan(runner, rows, tokens, length)) is not None:
+                yield plan
+
+
+def reachable(policy: ShapePolicy, limits: StepLimits) -> list[tuple[int, int]]:
+    """Return one real (tokens, rows) for each pair of buckets that some plan within the limits is padded
+    to."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for rows in range(1, limits.rows + 1):
+        for tokens in sorted({rows, limits.tokens, *policy.tokens, *(size - 1 for size in policy.tokens)}):
+            if not rows <= tokens <= limits.tokens:
+                continue
+            padded_tokens = next((t for t in policy.tokens if t >= tokens), tokens)
+            needed = rows + (1 if padded_tokens > tokens else 0)
+            padded_rows = next((r for r in policy.rows if r >= needed), None if policy.rows else needed)
+            if padded_rows is not None:
+                found[padded_tokens, padded_rows] = (tokens, rows)
+    return list(found.values())
+
+
+def changes_plan(runner: Runner) -> StepPlan:
+    """Return a step of one token with a start, a block change, and for recurrent groups a zeroed block, a
+    copy and an export; all of them of the padding row and the null block."""
+    row = runner.tables.padding_row
+    start = RowStart(
+        row=row,
+        request_id=-1,
+        epoch=0,
+        computed=0,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        sample_index=0,
+    )
+    groups = [place.plan_group for place in runner.passes.places]
+    states = [place.plan_group for place in runner.passes.places if place.paged is None]
+    return replace(
+        decode_plan(runner, 1, 1),
+        starts=(start,),
+        blocks=np.array([(row, group, 0, 0) for group in groups[:1]], np.int32).reshape(-1, 4),
+        zeroed=tuple((group, 0) for group in groups),
+        copies=tuple(BlockCopy(group=group, source=0, target=0) for group in groups),
+        exports=tuple(StateExport(group=group, index=0, offset=0, block=0) for group in states),
+    )
+
+
+def verify_plan(runner: Runner, rows: int, tokens: int, longest: int) -> StepPlan | None:
+    """Return a dummy plan whose first row verifies drafts, None where that shape can't have one."""
+    if rows == 1:
+        plan = prefill_plan(runner, 1, tokens, longest)
+        return replace(plan, num_verify=1) if tokens <= runner.config.max_drafts + 1 else None
+    rest = prefill_plan(runner, rows - 1, tokens - 1, longest)
+    counts = np.concatenate((np.ones(1, np.int32), rest.num_new))
+    return replace(_dummy(runner, counts, np.maximum(counts, longest), 0), num_verify=1)
+
+
+def prefill_plan(runner: Runner, rows: int, tokens: int, longest: int) -> StepPlan:
+    """Return a dummy plan of ``rows`` prompts that share ``tokens`` query tokens; bounds are ``longest`` or
+    more."""
+    rows = min(rows, tokens)
+    counts = np.full(rows, tokens // rows, np.int32)
+    counts[: tokens % rows] += 1
+    return _dummy(runner, counts, np.maximum(counts, longest), 0)
+
+
+def decode_plan(runner: Runner, rows: int, longest: int) -> StepPlan:
+    """Return a dummy plan of ``rows`` decode rows whose bound is ``longest`` tokens."""
+    return _dummy(runner, np.ones(rows, np.int32), np.full(rows, longest, np.int32), rows)
+
+
+def _dummy(runner: Runner, counts: np.ndarray, bounds: np.ndarray, num_decode: int) -> StepPlan:
+    rows = len(counts)
+    return StepPlan(
+        plan_id=-1,
+        rows=np.full(rows, runner.tables.padding_row, np.int32),
+        epochs=np.zeros(rows, np.int32),
+        num_new=counts,
+        start=np.zeros(rows, np.int32),
+        bounds=bounds.astype(np.int32),
+        sample=np.ones(rows, bool),
+        num_decode=num_decode,
+        prompt_ids=np.zeros(int(counts.sum()), np.int32),
+        dummy=True,
+    )
