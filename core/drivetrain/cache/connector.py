@@ -13,7 +13,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A load ended: the first ``num_tokens`` tokens of the request are valid now (fewer than asked: the rest is not)."""
+    """A load ended: the first ``num_tokens`` tokens of the request are valid now (fewer than asked: no more are)."""
 
     request_id: int
     num_tokens: int

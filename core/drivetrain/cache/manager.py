@@ -47,12 +47,12 @@ class CacheManager:
         self._copies: list[BlockCopy] = []
         self._lent: list[tuple[int, int]] = []  # checkpoints to be let go once the plan that copies them is out
 
-    def longest(self, digests: Sequence[bytes], limit: int) -> int:
-        """Return the longest prefix <= limit that every group can serve."""
-        length = limit // self.granule * self.granule
-        while length > 0:
-            served = min(group.longest(digests, length) for group in self.groups) if self.groups else 0
-            served = served // self.granule * self.granule
+    def longest(self, digests: Sequence[bytes], limit: int, multiple: int = 0) -> int:
+        """Return the longest prefix <= limit that every group can serve, a multiple of ``multiple`` if one is given."""
+        step = multiple or self.granule
+        length = limit // step * step
+        while length > 0 and self.groups:
+            served = min(group.longest(digests, length) for group in self.groups) // step * step
             if served == length:
                 return length
             length = served

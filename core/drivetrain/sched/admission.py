@@ -73,9 +73,7 @@ def lookup(state: SchedulerState, request: Request) -> int:
     if not state.caches(request) or request.asked.pooling is not None:
         return 0
     request.chain.extend(request.tokens, num)
-    hit = state.cache.longest(request.chain.digests, num - 1)
-    fixed = state.config.fixed_chunk
-    return hit // fixed * fixed if fixed else hit
+    return state.cache.longest(request.chain.digests, num - 1, state.config.fixed_chunk)
 
 
 def open_row(state: SchedulerState, request: Request, hit: int, upto: int) -> bool:

@@ -14,8 +14,8 @@ from drivetrain.sched.state import SchedulerState
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """Tokens that a step added. ``valid`` [B, m]: which of the plan's places count; ``stopped``: batch row -> reason and
-    end token, for rows that met an end token or their limit."""
+    """Tokens that a step added. ``valid`` [B, m]: which places count; ``stopped``: batch row -> reason and end token, for
+    rows that met an end token or their limit."""
 
     valid: np.ndarray
     stopped: dict[int, tuple[str, int | None]]
@@ -31,7 +31,7 @@ def commit_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> 
         return _failed(state, plan, result, alive, published)
     if not everyone:
         _departed(state, plan, result, np.flatnonzero(~alive))
-    index = slice(None) if everyone else np.flatnonzero(alive)
+    index = np.arange(plan.num_rows) if everyone else np.flatnonzero(alive)
     rows, num_new = plan.rows[index], plan.num_new[index]
     counts, tokens = result.counts[index], result.tokens[index]
     kept = np.where(plan.start[index] >= 0, num_new, counts)
@@ -41,10 +41,10 @@ def commit_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> 
     accepted = drawn.valid.sum(1, dtype=np.int32)
     some = accepted > 0
     out_ids, out_counts, out_tokens = ids[some], accepted[some], tokens[drawn.valid]
-    reports = _reports(state, plan, result, rows, index, drawn)
+    reports = _reports(state, result, rows, index, drawn)
     refused = _grammar(state, rows, tokens, drawn)
     _publish(state, rows)
-    ended = _ends(state, plan, result, rows, index, drawn, refused)
+    ended = _ends(state, result, rows, index, drawn, refused) if _any_end(result, drawn, refused) else []
     started, state.started = tuple(state.started), []
     others, state.ended = tuple(state.ended), []
     return StepOutputs(
@@ -85,13 +85,13 @@ def _append(state: SchedulerState, rows: np.ndarray, counts: np.ndarray, tokens:
 
 
 def _reports(
-    state: SchedulerState, plan: StepPlan, result: StepResult, rows: np.ndarray, index: slice | np.ndarray, drawn: Drawn
+    state: SchedulerState, result: StepResult, rows: np.ndarray, index: np.ndarray, drawn: Drawn
 ) -> tuple[tuple[int, TokenLogprobs], ...]:
     """Turn the result's log-probabilities into values, for tokens that count and requests that asked."""
     lines = result.logprobs
     if lines is None:
         return ()
-    place_of = {int(batch): i for i, batch in enumerate(np.arange(plan.num_rows)[index])}
+    place_of = {int(batch): i for i, batch in enumerate(index)}
     found = []
     for i in range(len(lines.index)):
         at, place = place_of.get(int(lines.index[i])), int(lines.place[i])
@@ -147,26 +147,28 @@ def _publish(state: SchedulerState, rows: np.ndarray) -> None:
             state.cache.publish(row, request.chain.digests, confirmed)
 
 
+def _any_end(result: StepResult, drawn: Drawn, refused: dict[int, str]) -> bool:
+    return bool(drawn.stopped or refused or result.pooled or len(result.non_finite))
+
+
 def _ends(
     state: SchedulerState,
-    plan: StepPlan,
     result: StepResult,
     rows: np.ndarray,
-    index: slice | np.ndarray,
+    index: np.ndarray,
     drawn: Drawn,
     refused: dict[int, str],
 ) -> list[Finished]:
     """End the requests that are done, and those that failed by themselves."""
     ended: list[Finished] = []
-    batch = np.arange(plan.num_rows)[index]
-    broken = {int(at): "the model's logits were not finite" for at in np.flatnonzero(np.isin(batch, result.non_finite))}
+    broken = {int(at): "the model's logits were not finite" for at in np.flatnonzero(np.isin(index, result.non_finite))}
     vectors = dict(result.pooled)
     for at, reason in {**broken, **refused}.items():
         ended.append(state.fail(_at(state, rows, at), reason))
     for at, (why, token) in drawn.stopped.items():
         if at not in broken and at not in refused:
             ended.append(state.end(_at(state, rows, at), "stop" if why == "stop" else "length", token))
-    for at, number in enumerate(batch.tolist()) if vectors else ():
+    for at, number in enumerate(index.tolist()) if vectors else ():
         if number in vectors and at not in broken:
             request = _at(state, rows, at)
             ended.append(
