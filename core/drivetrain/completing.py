@@ -74,7 +74,7 @@ class Running:
         """Keep what became final."""
         if delta is not None:
             self.text.append(delta.text)
-            self.logprobs.extend(delta.logprobs)
+            self.logprobs.extend(report for _, report in delta.logprobs)
             self.last = delta if delta.finish else None
 
     def completion(self, *, logprobs: bool) -> Completion:

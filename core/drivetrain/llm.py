@@ -15,7 +15,7 @@ import numpy as np
 
 from drivetrain.completing import Completer, Completion, RequestOutput
 from drivetrain.config import EngineConfig
-from drivetrain.errors import ConfigError, RequestError
+from drivetrain.errors import ConfigError, RequestError, TokenizerError
 from drivetrain.params import PoolingParams, SamplingParams
 from drivetrain.select.choose import Choice
 from drivetrain.server.assembly import Delta
@@ -45,9 +45,10 @@ class LLM:
 
     def _open(self, config: EngineConfig, place: Place) -> None:
         from drivetrain.launch import resolve_device
-        from drivetrain.server.text import load_text
 
         choice = resolve_device(config)
+        from drivetrain.server.text import load_text
+
         self.config = config
         self.device = choice.name
         with ThreadPoolExecutor(1) as beside:  # the tokenizer is read while the weights are
@@ -104,6 +105,14 @@ class LLM:
     def encode(self, text: str) -> np.ndarray:
         """Return a text's token ids, int32, with the tokens that the model wants in front."""
         return self._text.encode(text)
+
+    def require_template(self) -> None:
+        """Raise TokenizerError when the model has no chat template."""
+        if not self._text.has_template:
+            raise TokenizerError(
+                f"{self.config.model} has no chat template",
+                fix="give one with --chat-template FILE, or use a model that was trained to chat",
+            )
 
     def stats(self) -> Any:
         """Return the loop's figures: waiting, running, cache use, preemptions, prefix hits."""

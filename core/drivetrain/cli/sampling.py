@@ -1,0 +1,41 @@
+"""Flags of the commands that sample, and how they become ``SamplingParams``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from drivetrain.cli.flags import Flag, add_flags, count
+from drivetrain.params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 256
+SAMPLING_FLAGS: tuple[Flag, ...] = (
+    (
+        "max-tokens",
+        {"type": count, "metavar": "N", "help": f"longest answer (default {DEFAULT_MAX_TOKENS} tokens)"},
+    ),
+    ("temperature", {"type": float, "metavar": "T", "help": "0 takes the likeliest token (default 1)"}),
+    ("top-p", {"type": float, "metavar": "P", "help": "smallest set of tokens of this probability (default 1: all)"}),
+    ("top-k", {"type": int, "metavar": "K", "help": "the K likeliest tokens (default 0: all)"}),
+    ("min-p", {"type": float, "metavar": "P", "help": "tokens of at least P times the likeliest one's probability"}),
+    ("sampling-seed", {"type": int, "metavar": "N", "help": "make the answer repeatable"}),
+    ("stop", {"action": "append", "metavar": "TEXT", "help": "end before this text; repeatable"}),
+    ("ignore-eos", {"action": argparse.BooleanOptionalAction, "help": "go on past end tokens"}),
+)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    add_flags(parser, SAMPLING_FLAGS)
+
+
+def sampling(arguments: argparse.Namespace, **more: Any) -> SamplingParams:
+    """Return what the flags ask for. RequestError naming the field that is out of range."""
+    given = {name: value for name, value in vars(arguments).items() if name in {f.name for f in fields(SamplingParams)}}
+    given.pop("seed", None)  # --seed is the engine's
+    if hasattr(arguments, "sampling_seed"):
+        given["seed"] = arguments.sampling_seed
+    if "stop" in given:
+        given["stop"] = tuple(given["stop"])
+    return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | given | more)
