@@ -79,9 +79,8 @@ class Pooler:
         mask = self._runtime.from_host(counted)
         total = torch.where(mask, hidden.to(torch.float32), 0.0).sum(0)
         if held is None or fresh:
-            held = _Sum(generation, total, 0)
-        else:
-            held.total = held.total + total
+            held = _Sum(generation, torch.zeros_like(total), 0)
+        held.total = held.total + total
         held.count += int(counted.sum())
         self._sums[row] = held
         return held

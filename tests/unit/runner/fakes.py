@@ -127,7 +127,7 @@ class FakeDecoder:
             inside = inside & (place > query - self.window)
         (kept,) = cache.read(torch.where(inside, slots, 0).flatten())
         kept = kept.unflatten(0, slots.shape)
-        tokens = torch.where(inside, kept[..., 0], 0.0).to(torch.int32)
+        tokens = torch.where(inside, kept[..., 0], 0.0).to(torch.int32).clamp(0, len(self.table) - 1)
         factor = kept[..., 1] % 5 + 1 if layer == 1 else kept[..., 1] % 7 + 1
         rows = (self.reversed if layer == 1 else self.table)[tokens]
         return (rows * torch.where(inside, factor, 0.0).unsqueeze(-1)).sum(1)
