@@ -104,7 +104,7 @@ class LLM:
 
     def encode(self, text: str) -> np.ndarray:
         """Return a text's token ids, int32, with the tokens that the model wants in front."""
-        return self._text.encode(text)
+        return self._text.encode(text, True)
 
     def require_template(self) -> None:
         """Raise TokenizerError when the model has no chat template."""
@@ -132,11 +132,11 @@ class LLM:
 
     def _encode(self, prompts: Prompts) -> list[np.ndarray]:
         if isinstance(prompts, str):
-            return [self._text.encode(prompts)]
+            return [self._text.encode(prompts, True)]
         items: list[Any] = list(prompts)
         if items and all(isinstance(item, int | np.integer) for item in items):
             items = [items]
-        return [self._text.encode(item) if isinstance(item, str) else self._checked(item) for item in items]
+        return [self._text.encode(item, True) if isinstance(item, str) else self._checked(item) for item in items]
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         given = np.asarray(ids)
