@@ -10,30 +10,27 @@ from .rules import RuleError
 from .storage import BLOCK_TOKENS
 
 UNKNOWN_LENGTH = 32_768
-FACTOR = 8
+SMALL_ROWS, MIDDLE_TOKENS, SMALL_BLOCKS = 8, 128, 4
 
 
 def shape_policy(view: ConfigView) -> ShapePolicy:
-    """Return buckets that hold the configuration's largest step; one row more than it has requests, for padding."""
+    """Return few buckets, the largest of which hold the configuration's largest step; one row more than it has
+    requests, which carries padded tokens."""
     length = view.max_model_len or UNKNOWN_LENGTH
-    rows = _buckets(4, view.max_num_seqs + 1)
-    tokens = _buckets(8, max(view.max_num_batched_tokens, rows[-1]))
-    blocks = _buckets(2, -(-length // BLOCK_TOKENS))
+    rows = _up_to(view.max_num_seqs + 1, SMALL_ROWS)
+    tokens = _up_to(max(view.max_num_batched_tokens, rows[-1]), *rows, MIDDLE_TOKENS)
+    blocks = _up_to(-(-length // BLOCK_TOKENS), SMALL_BLOCKS)
     return ShapePolicy(
-        tokens=tuple(sorted({*tokens, *rows})),
+        tokens=tokens,
         rows=rows,
         blocks_per_row=blocks,
-        compile_budget=len({*tokens, *rows}) * len(rows) * len(blocks),
+        compile_budget=len(tokens) * len(rows) * len(blocks),
     )
 
 
-def _buckets(smallest: int, largest: int) -> tuple[int, ...]:
-    """Return ascending sizes, each ``FACTOR`` times the one before, the last as large as asked for."""
-    sizes, size = [], smallest
-    while size < largest:
-        sizes.append(size)
-        size *= FACTOR
-    return (*sizes, largest)
+def _up_to(largest: int, *smaller: int) -> tuple[int, ...]:
+    """Return the sizes below the largest, and it, ascending."""
+    return (*sorted({size for size in smaller if size < largest}), largest)
 
 
 class ShapeGuard:

@@ -17,6 +17,7 @@ from .tensors import MirageTensor, new_dense, on_device
 
 BLOCK_TOKENS = 128
 ALIGNMENT = 128
+IN_ORDER = ("full", "window")  # kinds whose blocks are filled from their first slot on
 
 
 class MirageStorage:
@@ -101,7 +102,8 @@ class MirageCache:
             if tuple(value.shape) != (raw.shape[0], *part.shape):
                 raise ValueError(f"part {part.name}: {tuple(value.shape)} for {raw.shape[0]} slots of {part.shape}")
             raws.append(on_device(value, f"part {part.name} of a cache write").raw)
-        self._owner.launch(_write, (raw, self._slots, self.arenas, tuple(raws)), None)
+        restarts = self._owner.options.poison_freed and self.layout.spec.kind in IN_ORDER
+        self._owner.launch(_write, (raw, (self._slots, restarts), self.arenas, tuple(raws)), None)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         ids = self._ids(source, "block ids"), self._ids(target, "block ids")
@@ -159,8 +161,14 @@ def _places(arena: torch.Tensor, block: torch.Tensor, offset: torch.Tensor) -> t
     return values
 
 
-def _write(slots: torch.Tensor, size: int, arenas: Arenas, values: tuple[torch.Tensor, ...]) -> None:
+def _write(slots: torch.Tensor, rule: tuple[int, bool], arenas: Arenas, values: tuple[torch.Tensor, ...]) -> None:
+    """``rule``: slots a block, and whether a block that begins anew loses what it held: a write of its first slot
+    means that it has a new owner, or that its owner starts over."""
+    size, restarts = rule
     block, offset = slots // size, slots % size
+    begun = block[offset == 0]
+    if restarts and len(begun):
+        _fill(begun, arenas, True)
     padded = bool((block == 0).any())
     for arena, value in zip(arenas, values, strict=True):
         if arena.dim() <= 2:
