@@ -1,0 +1,152 @@
+"""Reading Hugging Face style configurations, old and new. Every complaint names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.errors import ModelError
+from drivetrain.models.spec import Activation, BandScaling, LinearScaling, Rope
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Fields:
+    """A configuration's values, checked as they are taken. Null counts as absent."""
+
+    def __init__(self, config: Mapping[str, Any], *, within: str = "") -> None:
+        """``within``: prefix of the keys in messages, for a nested configuration."""
+        self._config = config
+        self._within = within
+        if self.has("quantization_config"):
+            raise ModelError(
+                f"{within}quantization_config asks for quantized weights, which are not served yet",
+                fix="use a checkpoint with float weights",
+            )
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._config.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """The value as it is, None when absent."""
+        return self._config.get(key)
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more."""
+        value = self._config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"the configuration lacks {self._within}{key}")
+        if isinstance(value, bool) or int(value) != value or value < 1:
+            raise self.wrong(key, "a whole number of 1 or more")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"the configuration lacks {self._within}{key}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.wrong(key, "a positive number")
+        return float(value)
+
+    def maybe_number(self, key: str) -> float | None:
+        """A positive number, or None when absent."""
+        return self.number(key) if self.has(key) else None
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def activation(self, key: str, default: str) -> Activation:
+        """The gate's activation."""
+        name = self._config.get(key) or default
+        if name not in ACTIVATIONS:
+            raise self.wrong(key, f"one of {', '.join(sorted(ACTIVATIONS))}")
+        return ACTIVATIONS[name]
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them, as a tuple."""
+        value = self._config.get(key)
+        if value is None:
+            return ()
+        return tuple(int(v) for v in value) if isinstance(value, list | tuple) else (int(value),)
+
+    def layer_types(self, count: int) -> tuple[str, ...] | None:
+        """``layer_types``, one a layer, each known; None when absent."""
+        if not self.has("layer_types"):
+            return None
+        types = tuple(self._config["layer_types"])
+        if len(types) != count:
+            raise self.wrong("layer_types", f"a list of {count}, one for each layer")
+        for kind in types:
+            if kind not in LAYER_TYPES:
+                raise ModelError(
+                    f"{self._within}layer_types has {kind!r}", fix=f"supported: {', '.join(LAYER_TYPES)}"
+                )
+        return types
+
+    def refuse(self, key: str, why: str) -> None:
+        """Refuse a configuration in which ``key`` is set to anything but null, false or 0."""
+        if self._config.get(key):
+            raise ModelError(f"{self._within}{key} is {self._config[key]!r}: {why}")
+
+    def wrong(self, key: str, allowed: str) -> ModelError:
+        """The error for a value that is not allowed."""
+        return ModelError(f"{self._within}{key} is {self._config.get(key)!r}; it must be {allowed}")
+
+
+def head_dim_of(fields: Fields, hidden: int, heads: int) -> int:
+    """``head_dim``, or the hidden size shared out among the heads."""
+    if not fields.has("head_dim") and hidden % heads:
+        raise ModelError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}", fix="give head_dim")
+    return fields.whole("head_dim", hidden // heads)
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Query heads are shared out evenly among KV heads."""
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+
+
+def read_rope(fields: Fields, head_dim: int) -> Rope:
+    """The model's one rope: ``rope_parameters`` as of Transformers 5, else ``rope_theta`` and ``rope_scaling``."""
+    key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    return rope_of(fields.raw(key) or {}, fields, key=key, head_dim=head_dim)
+
+
+def rope_of(given: Mapping[str, Any], fields: Fields, *, key: str, head_dim: int, theta: float = 10000.0) -> Rope:
+    """One rope. What ``given`` lacks is taken from the configuration's older top-level keys, then from ``theta``."""
+    rope = Fields(given, within=f"{key}.")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    factor = rope.maybe_number("partial_rotary_factor") or fields.maybe_number("partial_rotary_factor") or 1.0
+    rotary = int(head_dim * factor)
+    if rotary % 2 or rotary < 2:
+        raise ModelError(f"{key}: {rotary} of a head's {head_dim} elements would be rotated; it must be an even number")
+    scaling: LinearScaling | BandScaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(factor=rope.number("factor"))
+    elif kind == "llama3":
+        scaling = BandScaling(
+            factor=rope.number("factor"),
+            low_factor=rope.number("low_freq_factor"),
+            high_factor=rope.number("high_freq_factor"),
+            original_positions=rope.whole("original_max_position_embeddings", fields.whole("max_position_embeddings")),
+        )
+    elif kind != "default":
+        raise ModelError(f"{key}.rope_type is {kind!r}", fix="supported: default, linear, llama3")
+    theta = rope.maybe_number("rope_theta") or fields.maybe_number("rope_theta") or theta
+    return Rope(theta=theta, rotary_dim=rotary, scaling=scaling)

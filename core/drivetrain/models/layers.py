@@ -1,0 +1,58 @@
+"""One layer: two branches on one residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from drivetrain.models.ffn import make_ffn
+from drivetrain.models.mixers import make_mixer
+from drivetrain.models.norms import bind_join, bind_norm
+from drivetrain.models.parameters import Holder, PartContext
+from drivetrain.models.spec import LayerSpec, ModelSpec, Shape
+from drivetrain.models.step import Carry, StepView
+from drivetrain.ops import Ops
+
+CARRY_NAMES = ("hidden", "residual")
+
+
+class Layer:
+    """A mixer and a feed-forward, each behind a norm, with the rules of its ``LayerSpec``.
+
+    A branch's output is not added at once: it is carried as ``hidden``, and the next norm adds it to ``residual`` in
+    the same op. In the first layer's carry there is no ``residual``: ``hidden`` is the stream's beginning.
+    """
+
+    def __init__(self, spec: LayerSpec, model: ModelSpec, ops: Ops, index: int) -> None:
+        """``index``: the layer's number in the whole model, which its parameters' paths carry."""
+        path = f"layers.{index}"
+        shapes = dict(spec.parameters(model.hidden))
+        own = PartContext(model, ops, path, shapes)
+        mixer = PartContext(model, ops, f"{path}.mixer", _inside(shapes, "mixer."))
+        ffn = PartContext(model, ops, f"{path}.ffn", _inside(shapes, "ffn."))
+        self._enter_mixer = bind_join(spec.mixer_norm, model.hidden, own, "mixer_norm.weight")
+        self._leave_mixer = bind_norm(spec.post_mixer_norm, model.hidden, own, "post_mixer_norm.weight")
+        self._enter_ffn = bind_join(spec.ffn_norm, model.hidden, own, "ffn_norm.weight")
+        self._leave_ffn = bind_norm(spec.post_ffn_norm, model.hidden, own, "post_ffn_norm.weight")
+        self.mixer = make_mixer(spec.mixer, mixer)
+        self.ffn = make_ffn(spec.ffn, ffn)
+        self._scale = spec.residual.scale if spec.residual.kind == "scaled" else None
+        self.holders: tuple[Holder, ...] = (*own.holders, *mixer.holders, *ffn.holders)
+
+    def forward(self, carry: Carry, step: StepView) -> Carry:
+        x, stream = self._enter_mixer(carry["hidden"], carry.get("residual"))
+        x = self.mixer.forward(x, step)
+        if self._leave_mixer is not None:
+            x = self._leave_mixer(x)
+        if self._scale is not None:
+            x = x * self._scale
+        x, stream = self._enter_ffn(x, stream)
+        x = self.ffn.forward(x, step)
+        if self._leave_ffn is not None:
+            x = self._leave_ffn(x)
+        if self._scale is not None:
+            x = x * self._scale
+        return {"hidden": x, "residual": stream}
+
+
+def _inside(shapes: Mapping[str, Shape], prefix: str) -> dict[str, Shape]:
+    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}

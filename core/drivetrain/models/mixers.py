@@ -1,0 +1,151 @@
+"""Mixers: the part of a layer that looks at other tokens. Looked up by the type of their spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from drivetrain.models.norms import bind_norm
+from drivetrain.models.parameters import PartContext
+from drivetrain.models.spec import AttentionMixer, PartSpec
+from drivetrain.models.step import StepView
+from drivetrain_api.v1 import AttentionSpec, CachePart, CacheSpec, PagedAttention, RopeSpec
+
+
+class Mixer(Protocol):
+    """One layer's mixer, built.
+
+    ``cache_spec``: what it keeps between steps, None for nothing. ``planner``: the object that plans its group's
+    steps (a ``PagedAttention`` for paged kinds). Layers of equal specs and the same planner form one cache group.
+    """
+
+    @property
+    def cache_spec(self) -> CacheSpec | None: ...
+
+    @property
+    def planner(self) -> Any: ...
+
+    def place(self, layer: int, group: int | None) -> None:
+        """Told once: its index among ``ModelStep.caches``, and its group's among ``ModelStep.plans``."""
+
+    def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
+        """x [T, hidden], normed -> the branch's output [T, hidden]."""
+
+
+MixerFactory = Callable[[Any, PartContext], Mixer]
+_FACTORIES: dict[type, MixerFactory] = {}
+
+
+def register(spec_type: type, factory: MixerFactory) -> None:
+    """Make ``factory(spec, context)`` build mixers of that spec type. ValueError when it has one already."""
+    if spec_type in _FACTORIES:
+        raise ValueError(f"{spec_type.__name__} already has a mixer: {_FACTORIES[spec_type]!r}")
+    _FACTORIES[spec_type] = factory
+
+
+def make_mixer(spec: PartSpec, context: PartContext) -> Mixer:
+    """Build a layer's mixer. LookupError for a spec type that nobody registered."""
+    factory = _FACTORIES.get(type(spec))
+    if factory is None:
+        known = ", ".join(sorted(kind.__name__ for kind in _FACTORIES))
+        raise LookupError(f"{context.path}: no mixer is registered for {type(spec).__name__}; known: {known}")
+    return factory(spec, context)
+
+
+class Attention:
+    """Grouped-query attention over the paged cache: one fused q/k/v product, norms, rotation, write, attend, out."""
+
+    def __init__(self, spec: AttentionMixer, context: PartContext) -> None:
+        model, ops = context.spec, context.ops
+        self.cache_spec = attention_cache(spec, model.cache_dtype)
+        self._spec = spec
+        self._heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self._equal_dims = spec.head_dim == spec.v_head_dim
+        self._widths = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.v_head_dim,
+        )
+        self._qkv = context.projection(("q", "k", "v"), "qkv")
+        self._q_norm = bind_norm(spec.q_norm, spec.head_dim, context, "q_norm.weight")
+        self._k_norm = bind_norm(spec.k_norm, spec.head_dim, context, "k_norm.weight")
+        self._sinks = context.weight("sinks") if spec.sinks else None
+        self._out = context.projection(("out",), "attention_out")
+        self._rope = -1 if spec.rope is None else spec.rope
+        self._rotate = None if spec.rope is None else ops.bind(self._rope_spec(context, spec.rope))
+        self.planner: PagedAttention = ops.bind(self._attention_spec(context))
+        self._layer, self._group = 0, 0
+
+    def _rope_spec(self, context: PartContext, rope: int) -> RopeSpec:
+        table = context.spec.ropes[rope]
+        return RopeSpec(
+            dtype=context.spec.dtype,
+            head_dim=self._spec.head_dim,
+            rotary_dim=table.rotary_dim,
+            style=table.style,
+        )
+
+    def _attention_spec(self, context: PartContext) -> AttentionSpec:
+        spec = self._spec
+        return AttentionSpec(
+            dtype=context.spec.dtype,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            scale=spec.scale,
+            layout=context.ops.layout(self.cache_spec),
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            sinks=spec.sinks,
+        )
+
+    def place(self, layer: int, group: int | None) -> None:
+        assert group is not None, "attention keeps a cache, so it is in a group"
+        self._layer, self._group = layer, group
+
+    def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
+        q, k, v = self._split(self._qkv(x))
+        if self._q_norm is not None:
+            q = self._q_norm(q)
+        if self._k_norm is not None:
+            k = self._k_norm(k)
+        if self._rotate is not None:
+            cos, sin = step.angles[self._rope]
+            q, k = self._rotate(q, k, cos, sin)
+        cache, plan = step.caches[self._layer], step.plans[self._group]
+        assert cache is not None
+        self.planner.write(cache, k, v, plan)
+        sinks = None if self._sinks is None else self._sinks.value
+        return self._out(self.planner.forward(q, cache, plan, sinks).flatten(1))
+
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, q + k + v] -> views [T, heads, dim] of each."""
+        spec = self._spec
+        if self._equal_dims:
+            q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split(self._heads, 1)
+            return q, k, v
+        q, k, v = qkv.split(self._widths, 1)
+        heads = self._heads
+        return (
+            q.unflatten(1, (heads[0], spec.head_dim)),
+            k.unflatten(1, (heads[1], spec.head_dim)),
+            v.unflatten(1, (heads[2], spec.v_head_dim)),
+        )
+
+
+def attention_cache(spec: AttentionMixer, dtype: str) -> CacheSpec:
+    """Return what one attention layer keeps: K and V of every token, or of the window's."""
+    return CacheSpec(
+        kind="full" if spec.window is None else "window",
+        parts=(
+            CachePart(name="k", shape=(spec.num_kv_heads, spec.head_dim), dtype=dtype),
+            CachePart(name="v", shape=(spec.num_kv_heads, spec.v_head_dim), dtype=dtype),
+        ),
+        window=spec.window,
+    )
+
+
+register(AttentionMixer, Attention)

@@ -1,0 +1,74 @@
+"""Norms bound to their weight, alone or joined with the addition before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from drivetrain.models.parameters import PartContext, Weight
+from drivetrain.models.spec import RmsNorm
+from drivetrain_api.v1 import AddRmsNormSpec, RmsNormSpec
+
+
+class Norm:
+    """norm.rms with its weight: x [..., size] -> [..., size]."""
+
+    __slots__ = ("_run", "weight")
+
+    def __init__(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], weight: Weight) -> None:
+        self._run = run
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x, self.weight.value)
+
+
+AddAndNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Join:
+    """Adds a branch to the stream and norms the sum, in one op (norm.add_rms)."""
+
+    __slots__ = ("_alone", "_run", "weight")
+
+    def __init__(self, run: AddAndNorm, alone: Norm) -> None:
+        self._run = run
+        self._alone = alone
+        self.weight = alone.weight
+
+    def __call__(self, branch: torch.Tensor, stream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normed sum, sum), each [T, hidden]. A stream of None: the branch is the stream's beginning."""
+        if stream is None:
+            return self._alone(branch), branch
+        return self._run(branch, stream, self.weight.value)
+
+
+def bind_norm(norm: RmsNorm | None, size: int, context: PartContext, name: str) -> Norm | None:
+    """Bind a norm of the part's parameter ``name``; None stays None."""
+    if norm is None:
+        return None
+    return _norm(norm, size, context, name)
+
+
+def bind_join(norm: RmsNorm, size: int, context: PartContext, name: str) -> Join:
+    """Bind addition and norm."""
+    spec = AddRmsNormSpec(
+        dtype=context.spec.dtype,
+        size=size,
+        eps=norm.eps,
+        offset=norm.offset,
+        round_before_weight=norm.round_before_weight,
+    )
+    return Join(context.ops.bind(spec), _norm(norm, size, context, name))
+
+
+def _norm(norm: RmsNorm, size: int, context: PartContext, name: str) -> Norm:
+    spec = RmsNormSpec(
+        dtype=context.spec.dtype,
+        size=size,
+        eps=norm.eps,
+        offset=norm.offset,
+        round_before_weight=norm.round_before_weight,
+    )
+    return Norm(context.ops.bind(spec), context.weight(name))

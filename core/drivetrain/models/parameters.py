@@ -1,0 +1,149 @@
+"""Device tensors that a decoder holds, empty until ``build.load`` fills them.
+
+A holder names its ``sources``: for each device tensor that it takes, the paths of the checkpoint tensors which are
+joined along dimension 0 to make it. Loading goes holder by holder, so that a packed weight's source is freed before
+the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+
+from drivetrain.models.spec import ModelSpec, Shape
+from drivetrain.ops import Ops
+from drivetrain_api.v1 import DeviceRuntime, Linear, LinearSpec, Packed, dtype_bytes
+from drivetrain_api.v1.linear import LinearRole
+
+Sources = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """Device bytes that a holder keeps, and the most that it held at once beside the tensors it was given."""
+
+    nbytes: int
+    peak_bytes: int
+
+
+class Holder(Protocol):
+    """Something that is filled at load."""
+
+    @property
+    def sources(self) -> Sources:
+        """Paths joined to each device tensor that ``install`` takes."""
+
+    def planned_bytes(self) -> int:
+        """What ``install`` will report as ``nbytes``; exact."""
+
+    def install(self, tensors: Sequence[torch.Tensor], runtime: DeviceRuntime) -> Installed:
+        """Take the device tensors, one for each of ``sources``."""
+
+
+class Weight:
+    """One plain tensor: a norm's weight, an embedding. ``value`` exists after loading."""
+
+    __slots__ = ("_bytes", "sources", "value")
+    value: torch.Tensor
+
+    def __init__(self, path: str, shape: Shape, dtype: str) -> None:
+        self.sources: Sources = ((path,),)
+        self._bytes = prod(shape) * dtype_bytes(dtype)
+
+    def planned_bytes(self) -> int:
+        return self._bytes
+
+    def install(self, tensors: Sequence[torch.Tensor], runtime: DeviceRuntime) -> Installed:
+        (self.value,) = tensors
+        return Installed(nbytes=self.value.numel() * self.value.element_size(), peak_bytes=0)
+
+
+class Constant:
+    """A tensor computed from the spec, moved to the device at load."""
+
+    __slots__ = ("_host", "sources", "value")
+    value: torch.Tensor
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.sources: Sources = ()
+        self._host = host
+
+    def planned_bytes(self) -> int:
+        return self._host.numel() * self._host.element_size()
+
+    def install(self, tensors: Sequence[torch.Tensor], runtime: DeviceRuntime) -> Installed:
+        self.value = runtime.from_host(self._host)
+        return Installed(nbytes=self.planned_bytes(), peak_bytes=0)
+
+
+class Projection:
+    """A linear layer, its weight packed by the provider. ``tied``: it packs another holder's tensor instead."""
+
+    __slots__ = ("_apply", "_linear", "_tied", "packed", "sources", "spec")
+    packed: Packed
+
+    def __init__(self, spec: LinearSpec, linear: Linear, sources: Sources, tied: Weight | None = None) -> None:
+        self.spec = spec
+        self.sources = sources
+        self._linear = linear
+        self._apply = linear.apply
+        self._tied = tied
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out]."""
+        return self._apply(x, self.packed)
+
+    def planned_bytes(self) -> int:
+        return self._linear.packed_bytes(self.spec)
+
+    def install(self, tensors: Sequence[torch.Tensor], runtime: DeviceRuntime) -> Installed:
+        if self._tied is not None:
+            weight, bias = self._tied.value, None
+        else:
+            weight, bias = tensors[0], tensors[1] if self.spec.bias else None
+        self.packed = self._linear.pack(weight, bias)
+        return Installed(nbytes=self.packed.nbytes, peak_bytes=self.packed.peak_bytes)
+
+
+class PartContext:
+    """What a mixer or a feed-forward needs to be built: ops, the model, its place, and its parameters' shapes.
+
+    Every holder made here is kept in ``holders`` and so gets loaded. ``path`` is the part's place in the model, such
+    as ``layers.3.mixer``.
+    """
+
+    def __init__(self, spec: ModelSpec, ops: Ops, path: str, shapes: Mapping[str, Shape]) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.path = path
+        self.shapes = shapes
+        self.holders: list[Holder] = []
+
+    def weight(self, name: str) -> Weight:
+        """Hold the part's parameter of that name as a plain tensor of the model's dtype."""
+        weight = Weight(f"{self.path}.{name}", self.shapes[name], self.spec.dtype)
+        self.holders.append(weight)
+        return weight
+
+    def projection(self, names: Sequence[str], role: LinearRole) -> Projection:
+        """Hold the linears of those names as one, outputs joined in that order. All have a bias, or none has."""
+        biased = {f"{name}.bias" in self.shapes for name in names}
+        if len(biased) != 1:
+            raise ValueError(f"{self.path}: of {', '.join(names)} only some have a bias; they can't be joined")
+        (bias,) = biased
+        kinds = ("weight", "bias") if bias else ("weight",)
+        spec = LinearSpec(
+            dtype=self.spec.dtype,
+            in_features=self.shapes[f"{names[0]}.weight"][1],
+            out_features=sum(self.shapes[f"{name}.weight"][0] for name in names),
+            bias=bias,
+            role=role,
+        )
+        sources = tuple(tuple(f"{self.path}.{name}.{kind}" for name in names) for kind in kinds)
+        projection = Projection(spec, self.ops.bind(spec), sources)
+        self.holders.append(projection)
+        return projection

@@ -1,0 +1,193 @@
+"""What a decoder is, as frozen values without torch. A family makes a ``ModelSpec``; ``build`` makes it run.
+
+Every spec says which parameters it needs: ``parameters`` maps a path inside its owner to a shape. Linear weights are
+[out, in]. Paths name unfused tensors (``mixer.q.weight``); how they are joined in memory is the decoder's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Shape = tuple[int, ...]
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) in float32; see ``drivetrain_api.v1.RmsNormSpec``."""
+
+    eps: float
+    offset: float = 0.0
+    round_before_weight: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Every frequency is divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandScaling:
+    """Llama 3.1's rule. Wavelengths (in tokens) above original / low_factor: the frequency is divided by ``factor``;
+    below original / high_factor: kept; between: mixed linearly in original / wavelength."""
+
+    factor: float
+    low_factor: float
+    high_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """One kind of rotary positions. ``rotary_dim``: how many leading elements of a head are rotated (even).
+
+    ``sections``: with positions of three rows, how many consecutive frequencies each row drives.
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling: LinearScaling | BandScaling | None = None
+    attention_factor: float = 1.0
+    style: Literal["halves", "interleaved"] = "halves"
+    sections: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMixer:
+    """Grouped-query attention. ``rope``: index into ``ModelSpec.ropes``, None for no positions.
+
+    ``scale`` multiplies q . k; ``soft_cap`` bounds the product; ``window`` counts the query's own token;
+    ``sinks``: one learned logit a head in the softmax's denominator; ``q_norm`` and ``k_norm`` act on each head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    rope: int | None = 0
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    q_norm: RmsNorm | None = None
+    k_norm: RmsNorm | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+    def parameters(self, hidden: int) -> Mapping[str, Shape]:
+        """Path inside the mixer -> shape."""
+        q, k = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        v, out = self.num_kv_heads * self.v_head_dim, self.num_heads * self.v_head_dim
+        shapes: dict[str, Shape] = {}
+        for name, rows in (("q", q), ("k", k), ("v", v)):
+            shapes |= _linear(name, rows, hidden, self.qkv_bias)
+        if self.q_norm is not None:
+            shapes["q_norm.weight"] = (self.head_dim,)
+        if self.k_norm is not None:
+            shapes["k_norm.weight"] = (self.head_dim,)
+        if self.sinks:
+            shapes["sinks"] = (self.num_heads,)
+        return shapes | _linear("out", hidden, out, self.out_bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x))."""
+
+    intermediate: int
+    activation: Activation
+    bias: bool = False
+
+    def parameters(self, hidden: int) -> Mapping[str, Shape]:
+        """Path inside the feed-forward -> shape."""
+        inner = self.intermediate
+        up = _linear("gate", inner, hidden, self.bias) | _linear("up", inner, hidden, self.bias)
+        return up | _linear("down", hidden, inner, self.bias)
+
+
+class PartSpec(Protocol):
+    """What a mixer's or a feed-forward's spec is: frozen, hashable, and able to say which parameters it has."""
+
+    def parameters(self, hidden: int) -> Mapping[str, Shape]:
+        """Path inside the part -> shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """How a branch joins the stream: stream + branch (``plain``), or stream + scale * branch (``scaled``)."""
+
+    kind: Literal["plain", "scaled"] = "plain"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """stream += post(mixer(norm(stream))), then the same with the feed-forward. A post norm of None is left out.
+
+    ``mixer`` and ``ffn`` are looked up by their type: see ``mixers.register`` and ``ffn.register``.
+    """
+
+    mixer: PartSpec
+    ffn: PartSpec
+    mixer_norm: RmsNorm
+    ffn_norm: RmsNorm
+    post_mixer_norm: RmsNorm | None = None
+    post_ffn_norm: RmsNorm | None = None
+    residual: Residual = field(default_factory=Residual)
+
+    def parameters(self, hidden: int) -> Mapping[str, Shape]:
+        """Path inside the layer -> shape."""
+        shapes: dict[str, Shape] = {}
+        for name in ("mixer_norm", "post_mixer_norm", "ffn_norm", "post_ffn_norm"):
+            if getattr(self, name) is not None:
+                shapes[f"{name}.weight"] = (hidden,)
+        for name, part in (("mixer", self.mixer), ("ffn", self.ffn)):
+            shapes |= {f"{name}.{path}": shape for path, shape in part.parameters(hidden).items()}
+        return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A whole decoder-only model.
+
+    ``dtype`` of weights and activations, ``cache_dtype`` of K and V: torch's names. ``embed_scale`` multiplies token
+    embeddings, rounded to ``dtype`` first. ``tied``: the LM head is the embedding. ``max_positions``: the longest
+    sequence the model was made for. ``eos_ids``: tokens that end a sequence by the configuration.
+    """
+
+    architecture: str
+    dtype: str
+    cache_dtype: str
+    vocabulary: int
+    hidden: int
+    max_positions: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[Rope, ...]
+    final_norm: RmsNorm
+    tied: bool
+    embed_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def parameters(self) -> Mapping[str, Shape]:
+        """Path -> shape of everything that a checkpoint must hold, in the order of the forward pass."""
+        return dict(self._parameters())
+
+    def _parameters(self) -> Iterator[tuple[str, Shape]]:
+        yield "embedding.weight", (self.vocabulary, self.hidden)
+        for index, layer in enumerate(self.layers):
+            for path, shape in layer.parameters(self.hidden).items():
+                yield f"layers.{index}.{path}", shape
+        yield "final_norm.weight", (self.hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, self.hidden)
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (rows, columns)}
+    return weight | {f"{name}.bias": (rows,)} if bias else weight
