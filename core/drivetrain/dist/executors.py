@@ -101,10 +101,10 @@ class StagedExecutor:
         result = self._stages[-1].poll(wait)
         if result is None:
             return None
-        for stage in self._stages[:-1]:
+        for stage in reversed(self._stages[:-1]):
             failed = stage.poll(wait)
-            if failed is not None and failed.failure and not result.failure:
-                result = failed
+            if failed is not None and failed.failure:
+                result = failed  # what failed first; later stages only missed its carry
         self._items.popleft()
         return result
 
@@ -115,17 +115,20 @@ class StagedExecutor:
             stage.close()
 
     def _beat(self) -> bool:
-        """Let every stage run at most one plan, the last stage first. Returns whether any did."""
-        moved = False
-        for number in reversed(range(len(self._stages))):
-            item = next((i for i in self._items if i.stage <= number), None)
-            if item is None or item.stage != number or (number == 0 and self._waits(item)):
-                continue
-            item.carry = self._stages[number].forward(item.plan, item.carry)
+        """Let every stage run at most one plan, all at once as far as a plan can tell. Returns whether any did."""
+        ready = [
+            item
+            for number in reversed(range(len(self._stages)))
+            if (item := next((i for i in self._items if i.stage <= number), None)) is not None
+            and item.stage == number
+            and not (number == 0 and self._waits(item))
+        ]
+        for item in ready:
+            item.carry = self._stages[item.stage].forward(item.plan, item.carry)
             item.stage += 1
-            moved = True
+        for item in ready:
             self._draw(item)
-        return moved
+        return bool(ready)
 
     def _waits(self, item: _Item) -> bool:
         rows = set(item.plan.rows.tolist())

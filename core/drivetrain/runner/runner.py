@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, StepError
 from drivetrain.runner.batch import BatchArrays, BatchBuilder
 from drivetrain.runner.caches import change_blocks
 from drivetrain.runner.forward import ForwardPass
@@ -168,6 +168,8 @@ class Runner:
             return
         step = self.passes.step(plan, batch, views, prepared, facts)
         if carry is None:
+            if not self.config.first:
+                raise StepError(f"the stage before sent nothing for plan {plan.plan_id}")
             carry = self.passes.embed(plan, prepared.ids)
         carry = self.decoder.forward(carry, step)
         if not self.config.last:
