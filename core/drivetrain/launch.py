@@ -1,14 +1,201 @@
 """From a configuration to a running loop: device first, then model, then memory, then weights.
 
 ``resolve_device`` is torch-free and runs once, in the process that the user started; children get its ``Choice``.
+Everything after it runs in the process that owns the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from drivetrain.config import EngineConfig
-from drivetrain.select.choose import Choice, choose
+from drivetrain.errors import ConfigError, DeviceError
+from drivetrain.select.choose import Choice, choose, open_backend
+from drivetrain_api.v1.hooks import ConfigView
+
+if TYPE_CHECKING:
+    from drivetrain.cache.connector import Connector
+    from drivetrain.dist.executor import Executor
+    from drivetrain.loop import Loop
+    from drivetrain.models.decoder import Decoder
+    from drivetrain.models.source import ModelSource
+    from drivetrain.models.spec import ModelSpec
+    from drivetrain.ops import Ops
+    from drivetrain.runner.drafter import Drafter
+    from drivetrain.runner.memory import MemoryPlan
+    from drivetrain.runner.runner import Runner
+    from drivetrain_api.v1 import Backend
+
+FIXED_CHUNK = 256
+WARM_UP_TOKENS = 512
 
 
 def resolve_device(config: EngineConfig) -> Choice:
     """Probe and choose. DeviceError with one message when the device asked for can't be had."""
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {config.tensor_parallel_size}: this version runs a model on one device",
+            fix="give 1",
+        )
     return choose(config.device, config.backend_options, config.probe_timeout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Described:
+    """A model on an open backend, bound but not loaded; ``explain`` and ``plan`` need no more."""
+
+    backend: Backend
+    source: ModelSource
+    spec: ModelSpec
+    ops: Ops
+    decoder: Decoder
+    dtype: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a program may plug in that no flag names: a drafter and its width, a connector, stages of the decoder."""
+
+    drafter: Drafter | None = None
+    max_drafts: int = 0
+    connector: Connector | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opened:
+    """A loop that is ready. ``figures``: seconds and bytes of the start, by name."""
+
+    loop: Loop
+    runner: Runner
+    memory: MemoryPlan
+    vocabulary: int
+    max_model_len: int
+    dtype: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+def view_of(config: EngineConfig, choice: Choice) -> ConfigView:
+    """Return the part of the configuration that the backend sees."""
+    return ConfigView(
+        dtype=config.dtype,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        deterministic=config.deterministic,
+        num_threads=config.num_threads,
+        options=choice.options,
+    )
+
+
+def describe(config: EngineConfig, choice: Choice) -> Described:
+    """Open the backend, find the model, bind its ops. Nothing is loaded."""
+    backend = open_backend(choice, view_of(config, choice))
+    from drivetrain.models.build import build
+    from drivetrain.models.families import read_spec
+    from drivetrain.models.source import resolve
+    from drivetrain.ops import Ops
+
+    source = resolve(config.model, config.revision)
+    dtype = _dtype(config, backend, source)
+    spec = read_spec(source.config, dtype)
+    sizes = backend.storage.block_tokens
+    block_tokens = config.block_size or sizes[0]
+    if block_tokens not in sizes:
+        raise ConfigError(f"--block-size is {block_tokens}", fix=f"{choice.name} has {', '.join(map(str, sizes))}")
+    longest = int(source.config.get("max_position_embeddings", 0)) or config.max_model_len or 4096
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len is {config.max_model_len}, the model was made for {longest}", fix=f"give {longest} or less"
+        )
+    _validate(config, choice, backend, dtype, block_tokens)
+    ops = Ops(backend, block_tokens=block_tokens, strict=config.strict, deterministic=config.deterministic)
+    return Described(
+        backend=backend,
+        source=source,
+        spec=spec,
+        ops=ops,
+        decoder=build(spec, ops),
+        dtype=dtype,
+        max_model_len=config.max_model_len or longest,
+    )
+
+
+def _dtype(config: EngineConfig, backend: Backend, source: ModelSource) -> str:
+    able = backend.capabilities.model_dtypes
+    own = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
+    if config.dtype == "auto":
+        return own if own in able else able[0]
+    if config.dtype not in able:
+        raise DeviceError(f"--dtype {config.dtype}: this backend runs {', '.join(able)}", fix=f"--dtype {able[0]}")
+    return config.dtype
+
+
+def _validate(config: EngineConfig, choice: Choice, backend: Backend, dtype: str, block_tokens: int) -> None:
+    from drivetrain_api.v1 import PlanSummary
+
+    if config.cache_dtype not in ("auto", dtype):
+        raise ConfigError(f"--cache-dtype {config.cache_dtype}: caches keep the model's {dtype}", fix="leave it out")
+    if config.deterministic and not backend.capabilities.deterministic:
+        raise DeviceError(
+            f"--deterministic: {choice.name} does not promise results independent of the batch", fix="leave it out"
+        )
+    problems = backend.validate(
+        PlanSummary(
+            model_type="decoder",
+            dtype=dtype,
+            cache_dtype=dtype,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            block_tokens=block_tokens,
+            deterministic=config.deterministic,
+            tensor_parallel=config.tensor_parallel_size,
+        )
+    )
+    if problems:
+        what = "; ".join(f"--{p.setting}: {p.reason}" for p in problems)
+        fix = ", ".join(f"--{p.setting} {p.proposed}" for p in problems)
+        raise DeviceError(f"{choice.name} can't run this: {what}", fix=fix)
+
+
+def open_loop(config: EngineConfig, choice: Choice, parts: Parts = Parts()) -> Opened:  # noqa: B008
+    """Open everything and warm up; what comes back serves at once."""
+    from drivetrain.starting import start
+
+    return start(config, describe(config, choice), parts)
+
+
+def make_loop(config: EngineConfig, described: Described, executor: Executor, memory: MemoryPlan, parts: Parts) -> Loop:
+    """Put scheduler and executor together."""
+    from drivetrain.cache.manager import CacheManager
+    from drivetrain.cache.prefix import DEFAULT_UNIT
+    from drivetrain.loop import Loop
+    from drivetrain.runner.batch import step_limits
+    from drivetrain.sched.policy import policy_of
+    from drivetrain.sched.scheduler import Scheduler, SchedulerConfig
+
+    limits = step_limits(described.backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
+    sizes = {group.block_tokens for group in memory.cache.groups if group.kind != "recurrent"}
+    unit = DEFAULT_UNIT if all(s % DEFAULT_UNIT == 0 or DEFAULT_UNIT % s == 0 for s in sizes) else max(sizes)
+    longest = memory.max_model_len
+    manager = CacheManager(memory.cache, max_rows=limits.rows, max_tokens=longest, unit=unit)
+    fixed = -(-min(FIXED_CHUNK, limits.tokens) // manager.granule) * manager.granule if config.deterministic else 0
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=limits.rows,
+            max_num_batched_tokens=limits.tokens,
+            max_model_len=longest,
+            model=described.source.identity,
+            layout=repr([(spec, described.ops.block_tokens) for spec in described.decoder.cache_specs]),
+            prefix_caching=config.enable_prefix_caching,
+            max_drafts=parts.max_drafts,
+            fixed_chunk=fixed,
+        ),
+        manager,
+        policy=policy_of(config.scheduling_policy),
+        connector=parts.connector,
+    )
+    return Loop(scheduler, executor, depth=executor.depth)

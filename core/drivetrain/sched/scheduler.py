@@ -23,13 +23,14 @@ __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Gauges (0 when nothing is queued or running, but ``cached_blocks``) and counters since the start."""
+    """Gauges (0 when nothing is queued or running; not ``cached_blocks``) and counters since the start."""
 
     waiting: int
     running: int
     waiting_remote: int
     pinned: int
-    held_blocks: int
+    cache_used: int
+    cache_total: int
     cached_blocks: int
     cache_use: float
     preemptions: int
@@ -137,7 +138,8 @@ class Scheduler:
             running=state.table.max_rows - state.table.num_free - len(state.remote),
             waiting_remote=len(state.remote),
             pinned=len(state.pinned),
-            held_blocks=state.cache.num_held,
+            cache_used=state.cache.num_held,
+            cache_total=state.cache.num_blocks,
             cached_blocks=sum(len(group.cached) for group in state.cache.pool.groups),
             cache_use=state.cache.use,
             preemptions=state.totals.preemptions,

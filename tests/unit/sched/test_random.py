@@ -117,5 +117,5 @@ def test_ten_thousand_random_operations(name: str, seed: int) -> None:
     fleet.loop.check_integrity()
     assert set(fleet.want) == fleet.failed, "requests were forgotten"
     stats = fleet.loop.stats()
-    assert (stats.waiting, stats.running, stats.held_blocks, stats.cache_use) == (0, 0, 0, 0.0)
+    assert (stats.waiting, stats.running, stats.cache_used, stats.cache_use) == (0, 0, 0, 0.0)
     assert fleet.next > 60, "too few requests to mean anything"
