@@ -1,0 +1,183 @@
+"""The two completion routes: from a checked body to a job, and the job's reply to an answer or a stream."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from drivetrain.errors import RequestError
+from drivetrain.params import SamplingParams
+from drivetrain.server.admission import UnavailableError
+from drivetrain.server.assembly import Delta
+from drivetrain.server.exchange import Exchange
+from drivetrain.server.failures import Failure, HttpError, failure_of, invalid
+from drivetrain.server.frontend import FrontEnd, Job, Reply
+from drivetrain.server.openai import ChatRequest, CompletionRequest, Request, Sampling, decode
+from drivetrain.server.replies import ChatForm, Choice, CompletionForm, Form
+from drivetrain.server.text import Text, TextPool
+
+PING_SECONDS = 15.0
+MOST_WARNED = 10
+
+
+class Completions:
+    """Handles the completion routes for one served model."""
+
+    def __init__(self, front: FrontEnd, model: str, pool: TextPool, ping_seconds: float = PING_SECONDS) -> None:
+        self._front = front
+        self._model = model
+        self._pool = pool
+        self._ping_seconds = ping_seconds
+
+    async def chat(self, exchange: Exchange) -> None:
+        """POST /v1/chat/completions."""
+        request: ChatRequest = self._decode(exchange, await exchange.json_body(), ChatRequest)
+        sampling, messages, options = request.checked(), request.conversation(), request.template_options()
+        tokens = request.tokens()
+        text = self._front.check_ready()
+        if not text.has_template:
+            raise invalid(
+                f"model {self._model} has no chat template; start the server with --chat-template FILE, "
+                "or use /v1/completions",
+                "messages",
+                "no_chat_template",
+            )
+        prompt = await self._pool.run(text.chat, messages, options)
+        form = ChatForm(
+            self._model, text.token_bytes, logprobs=sampling.logprobs is not None, usage=request.include_usage
+        )
+        await self._answer(exchange, request, self._job(exchange, request, (prompt,), sampling, tokens), form)
+
+    async def complete(self, exchange: Exchange) -> None:
+        """POST /v1/completions."""
+        request: CompletionRequest = self._decode(exchange, await exchange.json_body(), CompletionRequest)
+        sampling, asked, tokens = request.checked(), request.prompts(), request.tokens()
+        text = self._front.check_ready()
+        prompts = [await self._prompt(text, request, one) for one in asked]
+        echoes = [""] * len(prompts)
+        if request.echo:
+            echoes = [one if isinstance(one, str) else text.decode(one) for one in asked]
+        form = CompletionForm(
+            self._model,
+            text.token_bytes,
+            logprobs=sampling.logprobs is not None,
+            usage=request.include_usage,
+            echoes=echoes,
+            n=sampling.n,
+        )
+        job = self._job(exchange, request, tuple(prompts), sampling, tokens)
+        if tokens == 0:
+            await self._echo_only(exchange, request, job, form)
+        else:
+            await self._answer(exchange, request, job, form)
+
+    def _decode(self, exchange: Exchange, body: bytes, kind: type[Request]) -> Request:
+        request, unknown = decode(body, kind)
+        if request.model is not None and request.model != self._model:
+            raise HttpError(
+                Failure(
+                    status=404,
+                    message=f"the model {request.model!r} does not exist; this server has {self._model!r}",
+                    param="model",
+                    code="model_not_found",
+                )
+            )
+        if unknown:
+            names = [one.encode("ascii", "replace").decode()[:64] for one in unknown[:MOST_WARNED]]
+            safe = ", ".join("".join(c if c.isalnum() or c in "_-." else "?" for c in one) for one in names)
+            exchange.answer_headers["Warning"] = f'299 drivetrain "unknown fields ignored: {safe}"'
+        return request
+
+    async def _prompt(self, text: Text, request: CompletionRequest, prompt: str | list[int]) -> np.ndarray:
+        if isinstance(prompt, str):
+            return await self._pool.run(text.encode, prompt, request.add_special_tokens is not False)
+        vocabulary = self._front.model.vocabulary
+        for token in prompt:
+            if not 0 <= token < vocabulary:
+                raise RequestError(f"prompt holds {token}, which is no token id of this model", param="prompt")
+        return np.asarray(prompt, np.int32)
+
+    def _job(
+        self,
+        exchange: Exchange,
+        request: Sampling,
+        prompts: tuple[np.ndarray, ...],
+        sampling: SamplingParams,
+        tokens: int | None,
+    ) -> Job:
+        return Job(
+            prompts=prompts,
+            sampling=sampling,
+            max_tokens=tokens,
+            arrival=exchange.arrival,
+            cache_salt=request.cache_salt or "",
+            priority=request.priority or 0,
+            skip_special=request.skip_special_tokens is not False,
+        )
+
+    async def _echo_only(self, exchange: Exchange, request: Sampling, job: Job, form: Form) -> None:
+        """Answer a request for no tokens: the prompt itself."""
+        num_choices = len(job.prompts) * job.sampling.n
+        reply = Reply(num_choices, sum(map(len, job.prompts)), job.arrival)
+        for index in range(num_choices):
+            reply.push(Delta(index=index, finish="length"))
+        await self._write(exchange, request, reply, form, num_choices)
+
+    async def _answer(self, exchange: Exchange, request: Sampling, job: Job, form: Form) -> None:
+        """Run a job for as long as its client is there."""
+        gone: list[bool] = []
+        replies: list[Reply] = []
+
+        def leave() -> None:
+            gone.append(True)
+            for one in replies:
+                self._front.abandon(one)
+
+        async with exchange.watched(leave):
+            reply = await self._front.submit(job)
+            replies.append(reply)
+            try:
+                if not gone:
+                    await self._write(exchange, request, reply, form, len(job.prompts) * job.sampling.n)
+            finally:
+                self._front.abandon(reply)
+
+    async def _write(self, exchange: Exchange, request: Sampling, reply: Reply, form: Form, num_choices: int) -> None:
+        if request.stream:
+            await self._stream(exchange, request, reply, form, num_choices)
+            return
+        choices = [Choice() for _ in range(num_choices)]
+        while not reply.done:
+            for delta in await reply.next():
+                self._check(delta, reply)
+                choices[delta.index].add(delta)
+        if not reply.abandoned:
+            await exchange.answer(200, form.whole(choices, reply))
+
+    async def _stream(self, exchange: Exchange, request: Sampling, reply: Reply, form: Form, num_choices: int) -> None:
+        await exchange.begin_stream()
+        openings = [one for index in range(num_choices) if (one := form.opening(index)) is not None]
+        if openings:
+            await exchange.event(*openings)
+        while not reply.done:
+            deltas = await reply.next(self._ping_seconds)
+            for delta in deltas:
+                self._check(delta, reply)
+            if deltas:
+                await exchange.event(*map(form.chunk, deltas))
+            elif not reply.done:
+                await exchange.ping()
+        if reply.abandoned:
+            return
+        if request.include_usage:
+            await exchange.event(form.closing(reply))
+        await exchange.event(b"[DONE]")
+        await exchange.end()
+
+    def _check(self, delta: Delta, reply: Reply) -> None:
+        """Raise what ended a choice, when that is no regular end."""
+        if delta.finish not in ("error", "abort"):
+            return
+        message = delta.error or "the request was aborted by the server"
+        if reply.lost:
+            raise HttpError(failure_of(UnavailableError(message, retry_after=1)))
+        raise HttpError(Failure(status=500, message=message, kind="server_error"))
