@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache"
-READY = re.compile(r"engine: ready at (http://\S+) after")
+READY = re.compile(r"ready\b.*?(https?://[^\s/]+)")
 PROMPT = "The Pacific Ocean is the largest and deepest of the world's oceans. It covers"
 STOP_SECONDS = 20.0
 

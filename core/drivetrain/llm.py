@@ -47,7 +47,7 @@ class LLM:
         from drivetrain.launch import resolve_device
 
         choice = resolve_device(config)
-        from drivetrain.server.text import load_text
+        from drivetrain.tokens.text import load_text
 
         self.config = config
         self.device = choice.name
