@@ -1,0 +1,74 @@
+"""The backend itself: composed from the contract's torch helpers and this wheel's ops."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from drivetrain_api.v1 import (
+    Backend,
+    Capabilities,
+    ComposedBackend,
+    ConfigView,
+    PlanSummary,
+    Problem,
+    generic_profiler,
+    torch_runtime,
+    torch_storage,
+)
+
+from .ops import DTYPES, Providers
+from .threads import usable_cores
+
+BLOCK_TOKENS = (16, 32, 64, 128)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 256 << 20
+HEAP_BYTES = 32 << 20
+
+
+def open_backend(view: ConfigView) -> Backend:
+    """Set this process's threads and heap, then compose the backend."""
+    asked = view.num_threads or int(view.options.get("num_threads") or 0)
+    torch.set_num_threads(asked if asked > 0 else usable_cores())
+    keep_heap()
+    runtime = torch_runtime("cpu")
+    providers = Providers(deterministic=view.deterministic, linear=str(view.options.get("linear") or "auto"))
+    return ComposedBackend(
+        capabilities=Capabilities(
+            model_dtypes=("bfloat16", "float32"),
+            cache_dtypes=DTYPES,
+            default_depth=1,
+            deterministic=True,
+            shared_host_memory=True,
+        ),
+        device=runtime,
+        storage=torch_storage(runtime, BLOCK_TOKENS),
+        memory=generic_profiler(runtime),
+        provide=providers.provide,
+        validate=validate,
+    )
+
+
+def keep_heap() -> None:
+    """Keep freed activations in the heap: given back to the system, each step would fault every page in again.
+
+    ``DeviceRuntime.trim`` still returns what is free. Nothing where the C library has no such setting.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, HEAP_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def validate(plan: PlanSummary) -> Sequence[Problem]:
+    """Say what can't run: dtypes that no op here has."""
+    problems = []
+    if plan.dtype not in DTYPES:
+        problems.append(Problem(setting="dtype", reason=f"no {plan.dtype} on this device", proposed="bfloat16"))
+    if plan.cache_dtype not in DTYPES:
+        problems.append(Problem(setting="cache_dtype", reason=f"no {plan.cache_dtype} caches", proposed="bfloat16"))
+    if plan.tensor_parallel > 1:
+        problems.append(Problem(setting="tensor_parallel_size", reason="one process a host", proposed="1"))
+    return problems

@@ -1,0 +1,101 @@
+"""Which ops this backend provides, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain_api.v1 import (
+    AddRmsNormSpec,
+    AttentionSpec,
+    Decline,
+    DrawSpec,
+    LinearSpec,
+    OpSpec,
+    OpTraits,
+    Provided,
+    RmsNormSpec,
+    RopeSpec,
+)
+
+from .attention import HostAttention
+from .draws import Draw
+from .linear import HostLinear, RowRule, choose_kernel
+from .pointwise import RmsNorm, Rope, make_add_rms
+
+DTYPES = ("float32", "bfloat16")
+INVARIANT = OpTraits(batch_invariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Providers:
+    """Answers ``Backend.provide``. ``linear``: the kernel asked for, or auto."""
+
+    deterministic: bool
+    linear: str
+
+    def provide(self, spec: OpSpec) -> Provided | Decline:
+        """Return this backend's implementation of a spec, or say why there is none."""
+        make = MAKERS.get(spec.op)
+        if make is None:
+            return Decline(reason="the reference is as fast here")
+        if spec.dtype not in DTYPES:
+            return Decline(reason=f"{spec.dtype} is not one of {', '.join(DTYPES)}")
+        return make(self, spec)
+
+
+def _linear(own: Providers, spec: Any) -> Provided | Decline:
+    if spec.quant is not None:
+        return Decline(reason=f"no kernel for {spec.quant.scheme} weights")
+    try:
+        choice = choose_kernel(spec, own.linear)
+    except ValueError as error:
+        return Decline(reason=str(error))
+    rule = choice.invariant if own.deterministic else RowRule()
+    label = f"native: {choice.kernel.name}" + (f" ({choice.why})" if choice.why else "")
+    return Provided(
+        implementation=HostLinear(spec, choice.kernel, rule),
+        label=label,
+        traits=OpTraits(batch_invariant=own.deterministic),
+    )
+
+
+def _attention(own: Providers, spec: Any) -> Provided | Decline:
+    if spec.selected_keys or spec.latent or spec.cross:
+        return Decline(reason="no selected keys, latent or cross attention")
+    if not spec.layout.strided or any(part.dtype not in DTYPES for part in spec.layout.spec.parts):
+        return Decline(reason="only strided caches of float32 and bfloat16")
+    return Provided(
+        implementation=HostAttention(spec, invariant=own.deterministic),
+        label="native: tiles of keys, heads folded",
+        traits=OpTraits(batch_invariant=own.deterministic),
+    )
+
+
+def _rms(own: Providers, spec: Any) -> Provided | Decline:
+    return Provided(implementation=RmsNorm(spec), label="native: torch rms_norm", traits=INVARIANT)
+
+
+def _add_rms(own: Providers, spec: Any) -> Provided | Decline:
+    return Provided(implementation=make_add_rms(spec), label="native: torch rms_norm", traits=INVARIANT)
+
+
+def _rope(own: Providers, spec: Any) -> Provided | Decline:
+    if spec.style != "halves":
+        return Decline(reason="only pairs in halves are faster than the reference")
+    return Provided(implementation=Rope(spec), label="native: tables kept for a step", traits=INVARIANT)
+
+
+def _draw(own: Providers, spec: Any) -> Provided | Decline:
+    return Provided(implementation=Draw(spec), label="native: noise for candidates only", traits=INVARIANT)
+
+
+MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
+    LinearSpec.op: _linear,
+    AttentionSpec.op: _attention,
+    RmsNormSpec.op: _rms,
+    AddRmsNormSpec.op: _add_rms,
+    RopeSpec.op: _rope,
+    DrawSpec.op: _draw,
+}

@@ -1,0 +1,92 @@
+"""Norms and rotary positions in fewer calls than the reference: at one row a call's own cost is what counts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from drivetrain_api.v1 import AddRmsNormSpec, RmsNormSpec, RopeSpec
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Prepared = tuple["weakref.ref[torch.Tensor]", int, torch.Tensor]
+
+
+class ScaledWeights:
+    """weight + offset in float32, computed once a weight and again when the weight was written to."""
+
+    def __init__(self, offset: float) -> None:
+        self._offset = offset
+        self._known: dict[int, Prepared] = {}
+
+    def get(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the prepared weight [size]; the weight itself where nothing is to be done."""
+        if not self._offset and weight.dtype == torch.float32:
+            return weight
+        known = self._known.get(id(weight))
+        if known is not None and known[0]() is weight and known[1] == weight._version:
+            return known[2]
+        prepared = weight.to(torch.float32) + self._offset
+        self._known[id(weight)] = (weakref.ref(weight), weight._version, prepared)
+        return prepared
+
+
+class RmsNorm:
+    """norm.rms/1 over torch's own."""
+
+    def __init__(self, spec: RmsNormSpec | AddRmsNormSpec) -> None:
+        self._shape, self._eps = (spec.size,), spec.eps
+        self._early, self._offset = spec.round_before_weight, spec.offset
+        self._weights = ScaledWeights(spec.offset)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [..., size], weight [size] -> [..., size]."""
+        if self._early and x.dtype != torch.float32:
+            normed = functional.rms_norm(x.to(torch.float32), self._shape, None, self._eps).to(x.dtype)
+            return normed * (weight + self._offset if self._offset else weight)
+        prepared = self._weights.get(weight)
+        return functional.rms_norm(x.to(torch.float32), self._shape, prepared, self._eps).to(x.dtype)
+
+
+def make_add_rms(spec: AddRmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]:
+    """norm.add_rms/1."""
+    norm = RmsNorm(spec)
+
+    def add_rms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Pair:
+        total = x + residual
+        return norm(total, weight), total
+
+    return add_rms
+
+
+class Rope:
+    """rope.apply/1 for halves: x cos + swap(x) signed-sin, the tables laid out once a step.
+
+    Layers of a step pass the same cos and sin objects; the last pair's tables are kept.
+    """
+
+    def __init__(self, spec: RopeSpec) -> None:
+        self._dim, self._head = spec.rotary_dim, spec.head_dim
+        self._last: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+        """q [T, H, D], k [T, K, D], cos and sin [T, rotary_dim / 2]."""
+        tables = self._tables(cos, sin)
+        return self._turn(q, *tables), self._turn(k, *tables)
+
+    def _tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+        last = self._last
+        if last is not None and last[0] is cos and last[1] is sin:
+            return last[2], last[3]
+        wide_cos = cos[:, None, None]
+        signed = torch.stack((-sin, sin), dim=1).unsqueeze(1)  # [T, 1, 2, rotary_dim / 2]
+        self._last = (cos, sin, wide_cos, signed)
+        return wide_cos, signed
+
+    def _turn(self, x: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
+        part = x if self._dim == self._head else x[..., : self._dim]
+        pairs = part.to(torch.float32).unflatten(-1, (2, self._dim // 2))
+        turned = (pairs * cos).addcmul_(pairs.flip(-2), signed).flatten(-2).to(x.dtype)
+        return turned if self._dim == self._head else torch.cat((turned, x[..., self._dim :]), dim=-1)

@@ -1,0 +1,231 @@
+"""Every native op against float64, and against the reference's own bits where tokens must be equal."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drivetrain.ops.cases.sampling import draw_case, random_mask, sampling_inputs
+from drivetrain.ops.cases.source import Source
+from drivetrain.ops.reference import REFERENCE, Place
+from drivetrain_api.v1 import (
+    AddRmsNormSpec,
+    ConfigView,
+    DrawSpec,
+    LinearSpec,
+    Provided,
+    RmsNormSpec,
+    torch_runtime,
+    torch_storage,
+)
+from drivetrain_cpu.linear import CHECKS, KERNELS, HostLinear, RowRule
+from drivetrain_cpu.ops import MAKERS, Providers
+from drivetrain_cpu.plugin import plugin
+from tests.unit.ops.invariance import SHAPES, check_all_sizes, check_attention, check_rows
+from tests.unit.ops.judges import check
+
+RUNTIME = torch_runtime("cpu")
+DTYPES = ["float32", "bfloat16"]
+
+
+def place(slot_dtype="int64", block_tokens=16):
+    return Place(runtime=RUNTIME, storage=torch_storage(RUNTIME, (block_tokens,), slot_dtype))
+
+
+def native(spec, deterministic=False, linear="auto"):
+    answer = Providers(deterministic=deterministic, linear=linear).provide(spec)
+    assert isinstance(answer, Provided), answer
+    return answer.implementation
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", sorted(MAKERS))
+def test_native_op_agrees_with_float64(op, dtype, deterministic):
+    reference, count = REFERENCE[op], 0
+    for case in reference.cases(place(), dtype, 21):
+        if getattr(case.spec, "style", "halves") == "halves":
+            check(case, case.run(native(case.spec, deterministic)), reference.tolerance(dtype))
+            count += 1
+    assert count >= 6
+
+
+@pytest.mark.parametrize(("slot_dtype", "block_tokens"), [("int32", 16), ("int64", 32), ("int64", 128)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_on_other_layouts(slot_dtype, block_tokens, deterministic):
+    reference = REFERENCE["attention.paged/1"]
+    for case in reference.cases(place(slot_dtype, block_tokens), "bfloat16", 22):
+        check(case, case.run(native(case.spec, deterministic)), reference.tolerance("bfloat16"))
+
+
+def test_attention_cut_into_pieces(monkeypatch):
+    """Scratch and score limits cut tiles and queries; results stay within rounding."""
+    from drivetrain_cpu import attention
+
+    monkeypatch.setattr(attention, "SCRATCH_BYTES", 50_000)
+    monkeypatch.setattr(attention, "SCORE_BYTES", 20_000)
+    reference = REFERENCE["attention.paged/1"]
+    for deterministic in (False, True):
+        for case in reference.cases(place(), "float32", 23):
+            check(case, case.run(native(case.spec, deterministic)), reference.tolerance("float32"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_every_kernel_that_runs_here_agrees(name, dtype):
+    reason = CHECKS[name](dtype)
+    if reason:
+        pytest.skip(f"{name}: {reason}")
+    reference = REFERENCE["linear/1"]
+    for case in reference.cases(place(), dtype, 24):
+        kernel = HostLinear(case.spec, KERNELS[name](dtype), RowRule())
+        check(case, case.run(kernel), reference.tolerance(dtype))
+
+
+def test_wide_weights_are_packed_in_pieces(monkeypatch):
+    from drivetrain_cpu import linear
+
+    if CHECKS["half"]("bfloat16"):
+        pytest.skip(CHECKS["half"]("bfloat16"))
+    monkeypatch.setattr(linear, "PIECE_BYTES", 4 * 64 * 48)
+    kernel = linear.Half()
+    source = Source("bfloat16", 1)
+    weight, x = source.normal(131, 64, scale=0.1), source.normal(5, 64)
+    data = kernel.pack(weight)
+    assert len(data) == 3
+    want = x.to(torch.float64) @ weight.to(torch.float64).T
+    assert (kernel.multiply(x, data, None).to(torch.float64) - want).abs().max() < 0.02
+
+
+def test_a_weight_too_large_for_half_is_refused():
+    from drivetrain_cpu.linear import Half
+
+    with pytest.raises(ValueError, match="linear=plain"):
+        Half().pack(torch.full((4, 4), 1e5, dtype=torch.bfloat16))
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tied", "bias"), [(False, False), (False, True), (True, False)])
+def test_packed_bytes_are_known_before_packing(dtype, tied, bias):
+    for size_in, size_out in ((64, 96), (61, 47), (640, 331)):
+        spec = LinearSpec(dtype=dtype, in_features=size_in, out_features=size_out, bias=bias, tied=tied)
+        linear = native(spec)
+        wanted = linear.packed_bytes(spec)
+        source = Source(dtype, 0)
+        packed = linear.pack(source.normal(size_out, size_in), source.normal(size_out) if bias else None)
+        assert packed.nbytes == wanted and packed.keeps_source is tied and packed.peak_bytes >= 0
+        data = packed.data[0]
+        if isinstance(data, torch.Tensor) and data.layout == torch._mkldnn:
+            held = torch.ops.mkldnn._nbytes(data)
+            assert wanted == held + (size_out * packed.data[1].element_size() if bias else 0)
+
+
+def resident():
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_bytes_are_what_the_process_grows_by(dtype):
+    """A weight large enough that the process's resident memory shows it."""
+    spec = LinearSpec(dtype=dtype, in_features=640, out_features=20_000)
+    linear = native(spec)
+    linear.pack(torch.zeros(64, 640, dtype=getattr(torch, dtype)), None)
+    wanted = linear.packed_bytes(spec)
+    weight = torch.ones(20_000, 640, dtype=getattr(torch, dtype))
+    before = resident()
+    packed = linear.pack(weight, None)
+    RUNTIME.trim()
+    grown = resident() - before
+    assert packed.nbytes == wanted
+    assert abs(grown - wanted) < 0.03 * wanted + (2 << 20)
+
+
+# Tokens.
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_draws_are_the_references_tokens(seed):
+    source = Source("float32", 100 + seed)
+    for vocabulary, offset in ((3001, 0), (20_003, 5)):
+        spec = DrawSpec(dtype="float32", vocabulary=vocabulary, vocabulary_offset=offset)
+        reference, fast = REFERENCE["sample.draw/1"].make(spec), native(spec)
+        for scale in (0.5, 3.0, 12.0):
+            logits = source.normal(18, vocabulary, scale=scale, dtype="float32")
+            for filters in (False, True):
+                inputs = sampling_inputs(source, 18, vocabulary, filters=filters)
+                for given in (inputs, replace(inputs, mask=random_mask(source, 18, vocabulary))):
+                    case = draw_case(place(), "", spec, logits, given, seed)
+                    assert torch.equal(case.run(reference)[0], case.run(fast)[0])
+
+
+def test_draws_where_the_noise_decides_everything():
+    """Equal logits: every token is a candidate, and the winner is where the noise is largest."""
+    spec = DrawSpec(dtype="float32", vocabulary=50_001)
+    inputs = sampling_inputs(Source("float32", 3), 6, 50_001, filters=False)
+    case = draw_case(place(), "", spec, torch.zeros(6, 50_001), inputs)
+    reference = REFERENCE["sample.draw/1"].make(spec)
+    assert torch.equal(case.run(reference)[0], case.run(native(spec))[0])
+
+
+# Batch invariance.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize(("size_in", "size_out"), [(64, 96), (61, 47), (640, 1331), (1024, 512)])
+def test_linear_rows_keep_their_bits(name, dtype, size_in, size_out):
+    reason = CHECKS[name](dtype)
+    if reason:
+        pytest.skip(f"{name}: {reason}")
+    spec = LinearSpec(dtype=dtype, in_features=size_in, out_features=size_out)
+    linear = native(spec, deterministic=True, linear=name)
+    source = Source(dtype, 7)
+    packed = linear.pack(source.normal(size_out, size_in, scale=size_in**-0.5), None)
+    x = source.normal(31, size_in)
+    check_rows(lambda rows: linear.apply(rows, packed), x[0], x[1:])
+    check_all_sizes(lambda rows: linear.apply(rows, packed), x[0], x[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [150, 520])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_keeps_its_bits(shape, dtype, length):
+    check_attention(lambda spec: native(spec, deterministic=True), place(), shape, dtype, length)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_rows_keep_their_bits(dtype):
+    for size in (61, 640, 4096):
+        source = Source(dtype, 8)
+        weight, x = source.normal(size), source.normal(31, size)
+        for early in (False, True):
+            rms = native(RmsNormSpec(dtype=dtype, size=size, eps=1e-6, round_before_weight=early))
+            check_all_sizes(lambda rows, rms=rms, weight=weight: rms(rows, weight), x[0], x[1:])
+            add = native(AddRmsNormSpec(dtype=dtype, size=size, eps=1e-6, round_before_weight=early))
+            check_rows(lambda rows, add=add, weight=weight: add(rows, rows, weight)[0], x[0], x[1:])
+
+
+def test_a_norm_sees_its_weight_change():
+    rms = native(RmsNormSpec(dtype="bfloat16", size=8, eps=1e-6, offset=1.0))
+    x, weight = torch.ones(1, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+    assert torch.equal(rms(x, weight), x)
+    weight.fill_(1.0)
+    assert torch.equal(rms(x, weight), 2 * x)
+    assert torch.equal(rms(x, torch.full_like(weight, 3.0)), 4 * x)
+
+
+def test_backend_serves_every_reference_op():
+    """Through the facade, on the backend as the engine opens it: native or reference, all of it binds."""
+    from drivetrain.ops import Ops
+
+    before = torch.get_num_threads()
+    ops = Ops(plugin.create((0,), ConfigView(num_threads=1)), block_tokens=16)
+    torch.set_num_threads(before)
+    for reference in REFERENCE.values():
+        spec = next(iter(reference.cases(place(), "bfloat16", 0))).spec
+        assert ops.bind(spec) is not None
+    assert {c.op for c in ops.report if c.provider == "native"} == set(MAKERS)
