@@ -60,10 +60,13 @@ def test_attention_on_other_layouts(slot_dtype, block_tokens, deterministic):
 
 def test_attention_cut_into_pieces(monkeypatch):
     """Scratch and score limits cut tiles and queries; results stay within rounding."""
-    from drivetrain_cpu import attention
+    from drivetrain_cpu import attention, attention_plan, attention_tiles
 
-    monkeypatch.setattr(attention, "SCRATCH_BYTES", 50_000)
+    monkeypatch.setattr(attention_tiles, "SCRATCH_BYTES", 50_000)
+    monkeypatch.setattr(attention_tiles, "SCORE_BYTES", 20_000)
     monkeypatch.setattr(attention, "SCORE_BYTES", 20_000)
+    monkeypatch.setattr(attention_plan, "PIECE_BYTES", 5_000)
+    monkeypatch.setattr(attention_plan, "SHORT_KEYS", 100)
     reference = REFERENCE["attention.paged/1"]
     for deterministic in (False, True):
         for case in reference.cases(place(), "float32", 23):

@@ -1,0 +1,216 @@
+"""How a step's rows are cut up for attention on the host. Integers only; made once a step and group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from drivetrain_api.v1 import AttentionBatch, AttentionSpec
+
+TILE = 64
+FEW_QUERIES = 8
+SHORT_KEYS = 384
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Entries (R of them, n queries each) and their tiles (N in all, in order of entry, then position).
+
+    ``tokens``: [R * n] where the entries' queries are in the step, or None where they are 0 .. R n - 1 in order.
+    ``outside``: flat places [.. of N * tile] that are beyond the length or before the window.
+    """
+
+    size: int  # keys a tile
+    per_tile: int  # blocks a tile
+    entries: int
+    queries: int
+    tokens: torch.Tensor | None
+    owner: torch.Tensor  # [N] the entry of each tile, ascending
+    starts: np.ndarray  # [R] the first tile of each entry
+    blocks: torch.Tensor  # [N * blocks a tile]
+    outside: torch.Tensor
+    hidden: torch.Tensor  # bool [N, n, tile], True where a query does not see a key
+    single: bool  # one tile an entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some blocks of one row; of their slots, ``first`` .. ``end`` - 1 hold keys that some query sees."""
+
+    blocks: torch.Tensor
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row with few queries: tokens first .. first + queries - 1 of the step.
+
+    ``hidden`` bool [n, L] over the pieces' keys, None where every query sees them all.
+    """
+
+    first: int
+    queries: int
+    pieces: tuple[Piece, ...]
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One row with many queries: tokens first .. first + queries - 1 of the step, keys from ``begin`` on."""
+
+    first: int
+    queries: int
+    length: int
+    low: int  # first key position that any query sees
+    begin: int  # position of the first block's first slot, a multiple of the tile
+    blocks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan:
+    """A step of one group."""
+
+    block: torch.Tensor  # [T] where each token's own k and v go
+    offset: torch.Tensor  # [T]
+    tiles: tuple[Tiles, ...]
+    rows: tuple[Row, ...]
+    spans: tuple[Span, ...]
+    covered: bool  # every token of the step is in a tile, a row or a span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """The batch's host values."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    table: np.ndarray
+
+
+class Planner:
+    """Cuts batches of one spec. ``invariant``: each query becomes an entry of tiles of its own."""
+
+    def __init__(self, spec: AttentionSpec, *, invariant: bool) -> None:
+        self._spec, self._invariant = spec, invariant
+        self.size = spec.layout.block_tokens
+        self.tile = max(TILE, self.size)
+        key_bytes = 4 * spec.num_kv_heads * max(spec.head_dim, spec.v_head_dim)
+        self._piece_blocks = max(1, PIECE_BYTES // (key_bytes * self.size))
+
+    def plan(self, batch: AttentionBatch) -> HostPlan:
+        """Rows of few queries become tiles where they are many and short, else rows; the others become spans."""
+        starts = batch.query_start_host
+        host = _Host(starts=starts, lengths=batch.lengths_dev.numpy(), table=batch.block_table_dev.numpy())
+        queries = np.diff(starts)
+        used = (queries > 0) & (host.lengths > 0)
+        few = used & (queries <= FEW_QUERIES)
+        tiles: list[Tiles] = []
+        rows: list[Row] = []
+        for n in np.unique(queries[few]):
+            same = np.flatnonzero(few & (queries == n))
+            if self._invariant or (len(same) > 2 and self._keys(host.lengths[same], int(n)) <= SHORT_KEYS):
+                tiles.append(self._tiles(same, int(n), host))
+            else:
+                rows.extend(self._row(int(row), int(n), host) for row in same)
+        spans = [self._span(int(row), host) for row in np.flatnonzero(used & ~few)]
+        slots = batch.slots_dev
+        return HostPlan(
+            block=slots // self.size,
+            offset=slots % self.size,
+            tiles=tuple(tiles),
+            rows=tuple(rows),
+            spans=tuple(spans),
+            covered=bool(used[queries > 0].all()),
+        )
+
+    def near(self, keys: Any, queries: Any) -> Any:
+        """Say where causality and the window let a query see a key, both given by position."""
+        allowed = keys <= queries if self._spec.causal else (keys >= 0) & (queries >= 0)
+        return allowed if self._spec.window is None else allowed & (keys > queries - self._spec.window)
+
+    def _keys(self, lengths: np.ndarray, n: int) -> float:
+        """Return the mean number of keys that a row reads."""
+        window = self._spec.window
+        return float((lengths if window is None else np.minimum(lengths, window + n - 1)).mean())
+
+    def _low(self, position: Any) -> Any:
+        """Return the first key position that a query at ``position`` sees."""
+        return position * 0 if self._spec.window is None else np.maximum(position - self._spec.window + 1, 0)
+
+    def _blocks(self, table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+        """Return block ids, flat; places beyond the table are block 0."""
+        ids = table[rows, np.minimum(columns, table.shape[1] - 1)]
+        return torch.from_numpy(np.where(columns < table.shape[1], ids, 0).ravel().astype(np.int64))
+
+    def _tiles(self, rows: np.ndarray, n: int, host: _Host) -> Tiles:
+        """Lay out the tiles of rows with n queries each."""
+        first, ends = host.starts[rows].astype(np.int64), host.lengths[rows].astype(np.int64)
+        positions = ends[:, None] - n + np.arange(n)
+        if self._invariant and n > 1:
+            first = (first[:, None] + np.arange(n)).ravel()
+            ends = positions.ravel() + 1 if self._spec.causal else np.repeat(ends, n)
+            rows, positions, n = np.repeat(rows, n), positions.reshape(-1, 1), 1
+        low = self._low(positions[:, 0])
+        begin = low // self.tile
+        count = -(-ends // self.tile) - begin
+        owner, starts = np.repeat(np.arange(len(rows)), count), np.cumsum(count) - count
+        tile = begin[owner] + np.arange(len(owner)) - starts[owner]
+        keys = tile[:, None] * self.tile + np.arange(self.tile)
+        inside = (keys < ends[owner, None]) & (keys >= low[owner, None])
+        seen = inside[:, None, :] & self.near(keys[:, None, :], positions[owner][:, :, None])
+        tokens = (first[:, None] + np.arange(n)).ravel()
+        per_tile = self.tile // self.size
+        columns = tile[:, None] * per_tile + np.arange(per_tile)
+        return Tiles(
+            size=self.tile,
+            per_tile=per_tile,
+            entries=len(rows),
+            queries=n,
+            tokens=None if (tokens == np.arange(len(tokens))).all() else torch.from_numpy(tokens),
+            owner=torch.from_numpy(owner),
+            starts=starts,
+            blocks=self._blocks(host.table, rows[owner][:, None], columns),
+            outside=torch.from_numpy(np.flatnonzero(~inside.ravel())),
+            hidden=torch.from_numpy(~seen),
+            single=bool((count == 1).all()),
+        )
+
+    def _row(self, row: int, n: int, host: _Host) -> Row:
+        """Cut one row's blocks into pieces whose float32 keys stay below ``PIECE_BYTES``."""
+        length = int(host.lengths[row])
+        low = int(self._low(length - n))
+        pieces = []
+        for first in range(low // self.size, -(-length // self.size), self._piece_blocks):
+            columns = np.arange(first, min(first + self._piece_blocks, -(-length // self.size)))
+            base = first * self.size
+            pieces.append(
+                Piece(
+                    blocks=self._blocks(host.table, np.full(len(columns), row), columns),
+                    first=max(0, low - base),
+                    end=min(len(columns) * self.size, length - base),
+                )
+            )
+        hidden = None
+        if n > 1:
+            seen = self.near(np.arange(low, length), np.arange(length - n, length)[:, None])
+            hidden = torch.from_numpy(~seen)
+        return Row(first=int(host.starts[row]), queries=n, pieces=tuple(pieces), hidden=hidden)
+
+    def _span(self, row: int, host: _Host) -> Span:
+        queries, length = int(host.starts[row + 1] - host.starts[row]), int(host.lengths[row])
+        low = int(self._low(length - queries))
+        per_tile = self.tile // self.size
+        columns = np.arange(low // self.tile * per_tile, -(-length // self.tile) * per_tile)
+        return Span(
+            first=int(host.starts[row]),
+            queries=queries,
+            length=length,
+            low=low,
+            begin=low // self.tile * self.tile,
+            blocks=self._blocks(host.table, np.full(len(columns), row), columns),
+        )
