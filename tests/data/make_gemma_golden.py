@@ -76,6 +76,9 @@ def load(path: Path) -> tuple[transformers.PreTrainedTokenizerBase, transformers
         quantization_config=transformers.GgufConfig(dequantize=True),
         attn_implementation="eager",
     )
+    with torch.no_grad():  # the dense copy that is served and compared is bfloat16, computed with in float32
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
     return tokenizer, model.eval()
 
 
@@ -105,7 +108,7 @@ def main() -> None:
         cases.append({"prompt": prompt, "prompt_ids": ids, "out_ids": found, "top1_top2_gap": gaps})
         print(f"{len(ids):4} tokens, smallest gap {min(gaps):.4f}: {tokenizer.decode(found)!r}", flush=True)
     about = (
-        "gemma-3-270m base, dequantized from the packaged Q4_K_M GGUF, float32, eager attention, "
+        "gemma-3-270m base, dequantized from the packaged Q4_K_M GGUF to bfloat16, run in float32, eager attention, "
         f"Transformers {transformers.__version__}, torch {torch.__version__}; by make_gemma_golden.py"
     )
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)

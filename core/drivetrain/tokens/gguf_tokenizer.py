@@ -52,8 +52,11 @@ def gguf_parts(file: GgufFile) -> TokenizerParts:
     kinds = [int(k) for k in meta.get("tokenizer.ggml.token_type", [1] * len(tokens))]
     if len(kinds) != len(tokens):
         raise TokenizerError(f"{name} has {len(tokens)} tokens and {len(kinds)} token types")
-    if kind == "llama" and _is_gemma(meta):  # runs of spaces are matched after spaces became "▁"
-        tokens = [SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
+    if kind == "llama" and _is_gemma(meta):
+        # Runs of spaces are no tokens of their own in raw text: they are matched after spaces became "▁".
+        runs = {at for at, token in enumerate(tokens) if " " in token and not token.strip()}
+        tokens = [SPACE * len(token) if at in runs else token for at, token in enumerate(tokens)]
+        kinds = [0 if at in runs else k for at, k in enumerate(kinds)]
     if kind == "gpt2":
         # A byte-level vocabulary spells real tokens in its alphabet; a control token in other letters is a slip.
         kinds = [k if k != CONTROL or set(t) <= set(ALPHABET) else 0 for t, k in zip(tokens, kinds, strict=True)]

@@ -80,13 +80,13 @@ def _with_nearest(name: str, others: list[str]) -> str:
 class DummyCheckpoint:
     """Random weights of the expected shapes, a function of each tensor's name alone: equal on every machine.
 
-    Matrices are uniform with standard deviation 0.02; vectors (norm weights, biases) are near ``1`` for names
-    that end in ``norm.weight`` and near 0 otherwise.
+    Uniform with standard deviation 0.02, around 1 for vectors whose name speaks of a norm, else around 0.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        size = 4 if dtype == "float32" else 2
         self._infos = {
-            name: TensorInfo(shape=tuple(shape), dtype=dtype, nbytes=int(np.prod(shape, dtype=np.int64)) * 2)
+            name: TensorInfo(shape=tuple(shape), dtype=dtype, nbytes=int(np.prod(shape, dtype=np.int64)) * size)
             for name, shape in expected.items()
         }
 
@@ -99,7 +99,7 @@ class DummyCheckpoint:
         shape = self._infos[name].shape
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         draws = np.random.Generator(np.random.Philox(key=key)).random(shape, np.float32)
-        values = (torch.from_numpy(draws) - 0.5) * (0.02 * 12**0.5)
+        values = torch.from_numpy(draws).sub_(0.5).mul_(0.02 * 12**0.5)
         if len(shape) == 1 and "norm" in name:
             values += 1.0
         return values.to(dtype)

@@ -1,4 +1,4 @@
-"""GGUF checkpoints under Hugging Face names, dequantized on reading, in row chunks that stay in the processor's cache."""
+"""GGUF checkpoints under Hugging Face names, dequantized on reading in chunks of rows that fit a processor's cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ IGNORED = ("rope_freqs.weight",)
 
 
 class GgufCheckpoint:
-    """Tensors of one GGUF file. Gemma's norm weights lose the 1 that the format adds; Llama's q and k rows go back
+    """Tensors of one GGUF file. The dense copy of a quantized tensor is bfloat16, whatever dtype is asked for, so that
+    a model has the same weights in float32 and in bfloat16 (docs/decisions/0006). Gemma's norm weights lose the 1 that the format adds; Llama's q and k rows go back
     from the format's interleaved order to Hugging Face's halves."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -85,8 +86,8 @@ class GgufCheckpoint:
     def _fill(self, tensor: GgufTensor, out: torch.Tensor, at: int, rows: int) -> None:
         import torch
 
-        part = _dequantize(self._file.bytes_of(tensor)[at : at + rows], tensor)
-        out[at : at + rows].copy_(torch.from_numpy(part))
+        part = torch.from_numpy(_dequantize(self._file.bytes_of(tensor)[at : at + rows], tensor))
+        out[at : at + rows].copy_(part if block_of(tensor.kind, tensor.name)[0] == 1 else part.bfloat16())
 
     def _exact(self, tensor: GgufTensor) -> torch.Tensor:
         import torch

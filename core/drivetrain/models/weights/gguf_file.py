@@ -45,6 +45,13 @@ class GgufFile:
         except (OSError, ValueError) as error:
             raise WeightsError(f"{self.path} can't be read: {error}", fix="give the path of a GGUF file") from error
         self._at = 0
+        self.metadata: dict[str, Any] = {}
+        try:
+            self.tensors = self._header()
+        except RecursionError:
+            raise self._damaged("its metadata nests arrays too deeply") from None
+
+    def _header(self) -> dict[str, GgufTensor]:
         if self._take(4) != MAGIC:
             raise WeightsError(f"{self.path} is not a GGUF file", fix="give the path of a GGUF file")
         version = self._scalar("I")
@@ -53,12 +60,10 @@ class GgufFile:
         num_tensors, num_keys = self._scalar("Q"), self._scalar("Q")
         if max(num_tensors, num_keys) > len(self.data):
             raise self._damaged(f"it claims {num_tensors} tensors and {num_keys} keys")
-        self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string()
             self.metadata[key] = self._value(self._scalar("I"))
-        found = [self._tensor() for _ in range(num_tensors)]
-        self.tensors = self._place(found)
+        return self._place([self._tensor() for _ in range(num_tensors)])
 
     def close(self) -> None:
         """Unmap the file."""
@@ -130,9 +135,9 @@ class GgufFile:
         return name, tuple(reversed(dims)), self._scalar("I"), self._scalar("Q")
 
     def _place(self, found: list[tuple[str, tuple[int, ...], int, int]]) -> dict[str, GgufTensor]:
-        align = int(self.metadata.get("general.alignment", 32))
-        if align <= 0:
-            raise self._damaged(f"alignment {align}")
+        align = self.metadata.get("general.alignment", 32)
+        if not isinstance(align, int) or align <= 0:
+            raise self._damaged(f"alignment {align!r}")
         base = -(-self._at // align) * align
         placed: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in found:

@@ -13,6 +13,7 @@ from drivetrain.models.weights.checkpoint import TensorInfo
 if TYPE_CHECKING:
     import torch
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {
     "F64": ("float64", 8),
@@ -36,7 +37,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
-        self._files: dict[str, Any] = {}
+        self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
         claimed = self._index()
@@ -58,9 +59,12 @@ class SafetensorsCheckpoint:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         path = self._where[name]
         if path not in self._files:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
 
-            self._files[path] = safe_open(str(path), framework="pt", device="cpu")
+            try:
+                self._files[path] = safe_open(str(path), framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise _cut(path, str(error)) from error
         if self._infos[name].dtype not in {DTYPES[kind][0] for kind in FLOATS}:
             raise WeightsError(
                 f"tensor {name} of {path.name} has dtype {self._infos[name].dtype}",
@@ -84,6 +88,8 @@ class SafetensorsCheckpoint:
 
     def _paths(self, claimed: dict[str, str]) -> list[Path]:
         if not claimed:
+            if (self._directory / SINGLE).is_file():
+                return [self._directory / SINGLE]
             paths = sorted(self._directory.glob("*.safetensors"))
             if not paths:
                 pickles = sorted(p.name for p in self._directory.glob("*.bin")) + sorted(
@@ -112,8 +118,8 @@ def _header(path: Path) -> dict[str, TensorInfo]:
         if size < 8 or length > size - 8:
             raise _cut(path, f"its header needs {length + 8} bytes, the file has {size}")
         try:
-            table = json.loads(file.read(length))
-        except ValueError as error:
+            table = json.loads(file.read(length), object_pairs_hook=lambda pairs: _once(pairs, path))
+        except (ValueError, RecursionError) as error:
             raise _cut(path, f"its header is not JSON: {error}") from error
     found = {}
     for name, entry in table.items():
@@ -133,6 +139,16 @@ def _header(path: Path) -> dict[str, TensorInfo]:
         if 8 + length + end > size:
             raise _cut(path, f"tensor {name} ends at byte {8 + length + end}, the file has {size}")
         found[name] = TensorInfo(shape=shape, dtype=DTYPES[kind][0], nbytes=end - begin)
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    """JSON's objects, but a name may not come twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise WeightsError(f"tensor {twice} is in {path.name} twice", fix="download it again")
     return found
 
 
