@@ -34,6 +34,7 @@ class Door:
     model: str
     api_key: str | None = None
     max_queued_requests: int = 1024
+    ping_seconds: float = 15.0
 
 
 class App:
@@ -44,7 +45,7 @@ class App:
         self._door = door
         self._created = int(time.time())
         self._admission = Admission(door.max_queued_requests)
-        completions = Completions(front, door.model, pool)
+        completions = Completions(front, pool, door.model, door.ping_seconds)
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
@@ -62,15 +63,13 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
-        if scope["type"] == "lifespan":
-            while (event := await receive())["type"] != "lifespan.shutdown":
-                await send({"type": event["type"] + ".complete"})
-            await send({"type": "lifespan.shutdown.complete"})
+        if scope["type"] == "http":
+            await self._serve(Exchange(scope, receive, send))
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1003})
         else:
-            await self._serve(Exchange(scope, receive, send))
+            raise NotImplementedError(f"scope {scope['type']}: nothing happens at startup and shutdown here")
 
     async def _serve(self, exchange: Exchange) -> None:
         try:

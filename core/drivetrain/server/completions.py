@@ -15,14 +15,13 @@ from drivetrain.server.openai import ChatRequest, CompletionRequest, Request, Sa
 from drivetrain.server.replies import ChatForm, Choice, CompletionForm, Form
 from drivetrain.server.text import Text, TextPool
 
-PING_SECONDS = 15.0
 MOST_WARNED = 10
 
 
 class Completions:
     """Handles the completion routes for one served model."""
 
-    def __init__(self, front: FrontEnd, model: str, pool: TextPool, ping_seconds: float = PING_SECONDS) -> None:
+    def __init__(self, front: FrontEnd, pool: TextPool, model: str, ping_seconds: float) -> None:
         self._front = front
         self._model = model
         self._pool = pool

@@ -46,6 +46,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "truncate_prompt_tokens": (),
     "chat_template": (),
+    "continue_final_message": (False,),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
@@ -177,7 +178,6 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     reasoning_effort: str | None = None
 
@@ -205,12 +205,10 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 
     def template_options(self) -> dict[str, Any]:
         """Return what the template is told beside the messages."""
-        continued = bool(self.continue_final_message)
-        if continued and self.add_generation_prompt:
-            raise invalid("continue_final_message excludes add_generation_prompt", "continue_final_message")
         options: dict[str, Any] = dict(self.chat_template_kwargs or {})
-        options["continue_final_message"] = continued
-        options["add_generation_prompt"] = _default(self.add_generation_prompt, not continued)
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        options["add_generation_prompt"] = self.add_generation_prompt is not False
         return options
 
 

@@ -21,10 +21,10 @@ from drivetrain.select.choose import Choice
 from drivetrain.server.app import App, Door
 from drivetrain.server.child import LoopSpec
 from drivetrain.server.frontend import FrontEnd
-from drivetrain.server.loaded import load_text
 from drivetrain.server.metrics import Metrics
 from drivetrain.server.supervisor import Watch
 from drivetrain.server.text import Text, TextPool
+from drivetrain.tokens.text import load_text
 
 DRAIN_SECONDS = 30
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -58,8 +58,10 @@ def serve_spec(
     )
     config = uvicorn.Config(
         App(front, pool, door),
-        log_level=server.log_level,
+        log_config=None,
+        log_level="warning" if server.log_level == "info" else server.log_level,
         access_log=False,
+        lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=DRAIN_SECONDS,
         ws="none",

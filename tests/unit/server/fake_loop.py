@@ -41,7 +41,6 @@ class FakeLoop:
         self.events: list[Finished] = []
         self.seen: set[bytes] = set()
         self.steps = 0
-        self.aborted = 0
         self.closed = False
 
     def submit(self, request: GenerateRequest) -> None:
@@ -54,9 +53,9 @@ class FakeLoop:
         self.waiting.append(Running(request, script if says else None))
 
     def abort(self, request_id: int) -> None:
-        self.waiting = [one for one in self.waiting if one.request.request_id != request_id]
-        if self.running.pop(request_id, None):
-            self.aborted += 1
+        queued = [one for one in self.waiting if one.request.request_id == request_id]
+        self.waiting = [one for one in self.waiting if one not in queued]
+        if self.running.pop(request_id, None) or queued:
             self.events.append(Finished(request_id=request_id, reason="abort"))
 
     def has_work(self) -> bool:

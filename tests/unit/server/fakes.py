@@ -51,7 +51,7 @@ class ByteText:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def chat(self, messages, options) -> np.ndarray:
-        assert options["add_generation_prompt"] is not options["continue_final_message"]
+        assert options["add_generation_prompt"] is True
         return self.encode("\n".join(one["content"] for one in messages), True)
 
     def decode(self, ids) -> str:

@@ -1,8 +1,0 @@
-"""placeholder until tokens exists"""
-
-from drivetrain.config import EngineConfig
-from drivetrain.server.text import Text
-
-
-def load_text(config: EngineConfig) -> Text:
-    raise NotImplementedError
