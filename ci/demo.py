@@ -19,6 +19,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import openai
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache"
@@ -107,6 +111,14 @@ def ask(address: str, prompt: str, max_tokens: int) -> None:
     import openai
 
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300.0)
+    try:
+        stream_answer(client, prompt, max_tokens)
+    except openai.OpenAIError as error:
+        raise DemoError(f"the server did not answer: {error}") from error
+
+
+def stream_answer(client: openai.OpenAI, prompt: str, max_tokens: int) -> None:
+    """Print the answer as it comes, then the figures."""
     print(f"\n{prompt}", end="", flush=True)
     begin = time.perf_counter()
     first = last = 0.0
