@@ -107,9 +107,7 @@ class Decoder:
     def _bind_embedding(self, ops: Ops) -> tuple[Any, Weight]:
         spec = self.spec
         look_up = ops.bind(
-            EmbeddingSpec(
-                dtype=spec.dtype, vocabulary=spec.vocabulary, size=spec.hidden, scale=spec.embed_scale
-            )
+            EmbeddingSpec(dtype=spec.dtype, vocabulary=spec.vocabulary, size=spec.hidden, scale=spec.embed_scale)
         )
         return look_up, Weight("embedding.weight", (spec.vocabulary, spec.hidden), spec.dtype)
 

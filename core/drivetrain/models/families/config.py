@@ -45,7 +45,7 @@ class Fields:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"the configuration lacks {self._within}{key}")
-        if isinstance(value, bool) or int(value) != value or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value or value < 1:
             raise self.wrong(key, "a whole number of 1 or more")
         return int(value)
 
@@ -94,9 +94,7 @@ class Fields:
             raise self.wrong("layer_types", f"a list of {count}, one for each layer")
         for kind in types:
             if kind not in LAYER_TYPES:
-                raise ModelError(
-                    f"{self._within}layer_types has {kind!r}", fix=f"supported: {', '.join(LAYER_TYPES)}"
-                )
+                raise ModelError(f"{self._within}layer_types has {kind!r}", fix=f"supported: {', '.join(LAYER_TYPES)}")
         return types
 
     def refuse(self, key: str, why: str) -> None:
@@ -130,6 +128,8 @@ def read_rope(fields: Fields, head_dim: int) -> Rope:
 
 def rope_of(given: Mapping[str, Any], fields: Fields, *, key: str, head_dim: int, theta: float = 10000.0) -> Rope:
     """One rope. What ``given`` lacks is taken from the configuration's older top-level keys, then from ``theta``."""
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{key} is {given!r}; it must be an object")
     rope = Fields(given, within=f"{key}.")
     kind = given.get("rope_type") or given.get("type") or "default"
     factor = rope.maybe_number("partial_rotary_factor") or fields.maybe_number("partial_rotary_factor") or 1.0

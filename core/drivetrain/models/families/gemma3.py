@@ -26,7 +26,7 @@ def spec(config: Mapping[str, Any], dtype: str) -> ModelSpec:
     ModelError naming the key that is missing or not supported.
     """
     outer, within = Fields(config), ""
-    architecture = str(config["architectures"][0])
+    architecture = next(name for name in config["architectures"] if name in ARCHITECTURES)
     if architecture == "Gemma3ForConditionalGeneration":
         if not isinstance(config.get("text_config"), Mapping):
             raise ModelError("the configuration lacks text_config")
@@ -96,9 +96,7 @@ def _layers(fields: Fields, norm: RmsNorm, head_dim: int) -> tuple[LayerSpec, ..
             qkv_bias=bias,
             out_bias=bias,
         )
-        return LayerSpec(
-            mixer=mixer, ffn=ffn, mixer_norm=norm, post_mixer_norm=norm, ffn_norm=norm, post_ffn_norm=norm
-        )
+        return LayerSpec(mixer=mixer, ffn=ffn, mixer_norm=norm, post_mixer_norm=norm, ffn_norm=norm, post_ffn_norm=norm)
 
     return tuple(layer(sliding) for sliding in _sliding(fields))
 
@@ -118,7 +116,7 @@ def _ropes(fields: Fields, head_dim: int) -> tuple[Rope, Rope]:
     """(full, sliding). Older configurations scale the full layers' rope only."""
     given = fields.raw("rope_parameters") or {}
     if given:
-        if not set(given) & {"full_attention", "sliding_attention"}:
+        if not isinstance(given, Mapping) or not set(given) & {"full_attention", "sliding_attention"}:
             raise fields.wrong("rope_parameters", "an object with full_attention and sliding_attention")
         full, sliding = given.get("full_attention") or {}, given.get("sliding_attention") or {}
     else:

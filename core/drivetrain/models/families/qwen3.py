@@ -17,9 +17,7 @@ def spec(config: Mapping[str, Any], dtype: str) -> ModelSpec:
     """Read a Qwen3 configuration. ModelError naming the key that is missing or not supported."""
     # Unlike Llama's, the head size is a value of its own, 128 where a configuration leaves it out.
     fields = Fields({"head_dim": 128, **{key: value for key, value in config.items() if value is not None}})
-    return llama.decoder(
-        fields, dtype, architecture="Qwen3ForCausalLM", windows=_windows(fields), head_norms=True
-    )
+    return llama.decoder(fields, dtype, architecture="Qwen3ForCausalLM", windows=_windows(fields), head_norms=True)
 
 
 def naming(spec: ModelSpec) -> Naming:

@@ -1,0 +1,155 @@
+"""Configurations: old style equals new style, and what can't be served is refused by the key's name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drivetrain.errors import ModelError
+from drivetrain.models.families import FAMILIES, read_spec
+from drivetrain.models.rope import inverse_frequencies
+from drivetrain.models.spec import BandScaling, LinearScaling, Rope
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 20,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+QWEN = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 28,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "sliding_window": 16,
+    "max_position_embeddings": 256,
+}
+BANDS = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_every_listed_architecture_is_read_by_its_own_family():
+    for architecture in FAMILIES:
+        config = {**(GEMMA if "Gemma" in architecture else LLAMA), "head_dim": 6, "architectures": [architecture]}
+        if architecture.endswith("ConditionalGeneration"):
+            config = {"architectures": [architecture], "text_config": config}
+        assert read_spec(config, "float32").architecture == architecture
+
+
+def test_llama_defaults():
+    spec = read_spec({**LLAMA, "hidden_size": 24, "num_key_value_heads": None, "head_dim": None}, "bfloat16")
+    mixer = spec.layers[0].mixer
+    assert (mixer.num_kv_heads, mixer.head_dim, mixer.scale) == (4, 6, 6**-0.5)
+    assert spec.ropes == (Rope(theta=10000.0, rotary_dim=6),)
+    assert not spec.tied and spec.dtype == spec.cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("base", [LLAMA, QWEN])
+def test_old_and_new_rope_styles_agree(base):
+    base = {**base, "head_dim": 6}
+    old = {**base, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **BANDS}}
+    new = {**base, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **BANDS}}
+    assert read_spec(old, "float32") == read_spec(new, "float32")
+    scaling = BandScaling(factor=8.0, low_factor=1.0, high_factor=4.0, original_positions=64)
+    assert read_spec(old, "float32").ropes == (Rope(theta=5e5, rotary_dim=6, scaling=scaling),)
+
+
+def test_gemma_old_and_new_styles_agree():
+    old = {
+        **GEMMA,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window_pattern": 3,
+    }
+    new = {
+        **GEMMA,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+        "layer_types": ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(8)],
+    }
+    spec = read_spec(old, "float32")
+    assert spec == read_spec(new, "float32")
+    assert spec.ropes == (
+        Rope(theta=1e6, rotary_dim=8, scaling=LinearScaling(factor=8.0)),
+        Rope(theta=2e4, rotary_dim=8),
+    )
+    assert [layer.mixer.window for layer in spec.layers] == [16, 16, None, 16, 16, None, 16, 16]
+    assert spec.tied and spec.embed_scale == 8.0 and spec.layers[0].mixer.scale == 1 / 16
+
+
+def test_gemma_defaults_are_the_published_ones():
+    spec = read_spec(GEMMA, "float32")
+    assert [layer.mixer.window for layer in spec.layers].count(None) == 1 and spec.layers[5].mixer.window is None
+    assert [rope.theta for rope in spec.ropes] == [1e6, 1e4]
+
+
+def test_qwen_windows_begin_at_max_window_layers():
+    spec = read_spec({**QWEN, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}, "float32")
+    assert [layer.mixer.window for layer in spec.layers] == [None, None, 4]
+    off = read_spec({**QWEN, "sliding_window": 4, "max_window_layers": 2}, "float32")
+    assert [layer.mixer.window for layer in off.layers] == [None] * 3
+    assert off.layers[0].mixer.head_dim == 128
+
+
+def test_frequencies_follow_the_definition():
+    rope = Rope(theta=10000.0, rotary_dim=8)
+    plain = [10000.0 ** (-2 * i / 8) for i in range(4)]
+    assert torch.allclose(inverse_frequencies(rope), torch.tensor(plain))
+    scaling = BandScaling(factor=8.0, low_factor=1.0, high_factor=4.0, original_positions=64)
+    got = inverse_frequencies(Rope(theta=10000.0, rotary_dim=8, scaling=scaling)).tolist()
+    for value, frequency in zip(got, plain, strict=True):
+        turns = 64 * frequency / (2 * torch.pi)  # how often the angle goes round within the original context
+        kept = min(1.0, max(0.0, (turns - 1.0) / 3.0))
+        assert value == pytest.approx(frequency * (kept + (1 - kept) / 8), rel=1e-6)
+
+
+REFUSED = [
+    (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (LLAMA, {"hidden_act": "relu"}, "hidden_act"),
+    (LLAMA, {"vocab_size": None}, "vocab_size"),
+    (LLAMA, {"num_attention_heads": 3}, "hidden_size 20 is no multiple of num_attention_heads 3"),
+    (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads"),
+    (LLAMA, {"rms_norm_eps": -1}, "rms_norm_eps"),
+    (LLAMA, {"attention_bias": "yes"}, "attention_bias"),
+    (LLAMA, {"head_dim": 5}, "even"),
+    (LLAMA, {"head_dim": 6, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.rope_type is 'yarn'"),
+    (LLAMA, {"head_dim": 6, "rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
+    (LLAMA, {"head_dim": 6, "rope_parameters": {"rope_type": "llama3", "factor": 2}}, "low_freq_factor"),
+    (QWEN, {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
+    (QWEN, {"use_sliding_window": True, "layer_types": ["linear_attention"] * 3}, "'linear_attention'"),
+    (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (GEMMA, {"hidden_activation": "relu2"}, "hidden_activation"),
+    (GEMMA, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+    (GEMMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_scaling.rope_type"),
+    (GEMMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config"),
+    (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**GEMMA, "head_dim": "big"}},
+        {},
+        "text_config.head_dim",
+    ),
+    (LLAMA, {"architectures": []}, "architectures"),
+    (LLAMA, {"architectures": ["LlamaForCausalLLM"]}, "the nearest is LlamaForCausalLM"),
+    (LLAMA, {"architectures": ["Wav2Vec2Model"]}, "supported: LlamaForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("base", "change", "named"), REFUSED, ids=[named for _, _, named in REFUSED])
+def test_refused_by_name(base, change, named):
+    with pytest.raises(ModelError) as caught:
+        read_spec({**base, **change}, "float32")
+    assert named in str(caught.value)
