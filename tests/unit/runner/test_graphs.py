@@ -1,0 +1,84 @@
+"""Captured decode steps give the tokens of eager ones, on a device whose graphs replay fixed buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from drivetrain.dist.executors import InlineExecutor
+from drivetrain.models.build import build, load
+from drivetrain.models.families import read_spec
+from drivetrain.models.source import resolve
+from drivetrain.ops import Ops
+from drivetrain.runner.batch import step_limits
+from drivetrain.runner.graphs import graph_buckets
+from drivetrain.runner.runner import Runner
+from drivetrain.runner.warmup import warm_up
+from drivetrain_api.v1 import GraphBudget, ShapePolicy
+from tests.checkpoints import tiny_checkpoint
+from tests.unit.runner.devices import device
+from tests.unit.runner.fakes import Job, MiniScheduler, drive, runner_config
+
+BLOCKS = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint("gemma3", tmp_path_factory.mktemp("model") / "gemma3")
+
+
+def real_runner(checkpoint, backend, **config) -> Runner:
+    source = resolve(str(checkpoint))
+    size = backend.storage.block_tokens[0]
+    ops = Ops(backend, block_tokens=size)
+    decoder = build(read_spec(source.config, "float32"), ops)
+    load(decoder, source.open_checkpoint(), backend.device)
+    caches = [None] * len(decoder.cache_specs)
+    for group in decoder.groups:
+        for layer in group.layers:
+            caches[layer] = backend.storage.allocate(group.layout, BLOCKS)
+    return Runner(backend, decoder, caches, runner_config(**config), ops)
+
+
+def serve(runner: Runner, depth: int) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    todo = [
+        Job(prompt=rng.integers(5, 290, int(rng.integers(1, 60))).tolist(), max_new=24, arrive=3 * i) for i in range(7)
+    ]
+    size = runner.backend.storage.block_tokens[0]
+    groups = len(runner.decoder.groups)
+    sched = MiniScheduler(rows=5, budget=40, block_tokens=size, num_blocks=BLOCKS, groups=groups)
+    for job in todo:
+        sched.add(job)
+    drive(InlineExecutor(runner), sched, depth=depth)
+    return [job.out for job in todo]
+
+
+@pytest.mark.parametrize("kind", ["mirage", "mirage-static"])
+def test_replayed_steps_give_the_tokens_of_eager_ones(checkpoint, kind: str) -> None:
+    wanted = serve(real_runner(checkpoint, device("cpu"), max_num_seqs=6), 1)
+    runner = real_runner(checkpoint, device(kind, native=True, delay=0.002), depth=2)
+    limits = step_limits(runner.backend.shapes, 6, 48)
+    done = warm_up(runner, limits)
+    assert done.graphs == len(runner.graphs.buckets) >= 1
+    replayed = []
+    inner = runner.graphs.run
+    runner.graphs.run = lambda rows, inputs: (replayed.append(rows), inner(rows, inputs))[1]
+    assert serve(runner, 2) == wanted
+    assert len(replayed) > 20, "steady decode must have been replayed"
+    runner.close()
+    assert runner.graphs.count == 0
+
+
+def test_without_capture_every_step_is_eager(checkpoint) -> None:
+    runner = real_runner(checkpoint, device("mirage"), depth=2)
+    assert runner.graphs.buckets == () and runner.graphs.count == 0
+
+
+def test_buckets_fit_the_budget_and_reach_the_largest_batch() -> None:
+    assert graph_buckets(ShapePolicy(), GraphBudget(), 6) == (1, 2, 4, 6)
+    four = graph_buckets(ShapePolicy(), GraphBudget(max_graphs=4), 256)
+    assert len(four) == 4 and four[0] == 1 and four[-1] == 256
+    assert graph_buckets(ShapePolicy(), GraphBudget(max_graphs=1), 256) == (256,)
+    static = ShapePolicy(tokens=(4, 16, 64), rows=(4, 8, 16), blocks_per_row=(2,))
+    assert graph_buckets(static, GraphBudget(max_graphs=4), 15) == (4, 16)
