@@ -6,17 +6,15 @@ Everything runs on the event loop's thread, except for tokenizing and templates 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from drivetrain.errors import DrivetrainError, RequestError
-from drivetrain.params import GenerateRequest, SamplingParams, TokenLogprobs
+from drivetrain.fanout import FanOut, Prompt, check_budget
+from drivetrain.params import SamplingParams, TokenLogprobs
 from drivetrain.server.admission import UnavailableError
 from drivetrain.server.assembly import Delta, TextAssembly
 from drivetrain.server.child import LoopSpec
@@ -35,7 +33,6 @@ from drivetrain.server.metrics import Metrics
 from drivetrain.server.supervisor import Supervisor, Watch
 from drivetrain.server.text import Text
 
-UINT64 = (1 << 64) - 1
 RESTART_SECONDS = 5
 
 
@@ -160,8 +157,7 @@ class FrontEnd:
         self.supervisor = Supervisor(spec, watch or Watch(), on_message=self._hear, on_lost=self._lost)
         self.text: Text | None = None
         self._held: dict[int, Sequence] = {}
-        self._ids = itertools.count(1)
-        self._draw = random.Random(spec.config.seed)
+        self._fan_out = FanOut(spec.config.seed)
 
     @property
     def num_held(self) -> int:
@@ -191,11 +187,18 @@ class FrontEnd:
         RequestError when the job can't be served, UnavailableError when there is no loop.
         """
         text = self.check_ready()
-        budgets = [self._budget(prompt, job.max_tokens) for prompt in job.prompts]
+        budgets = [check_budget(self.model.max_model_len, len(prompt), job.max_tokens) for prompt in job.prompts]
         sampling = job.sampling
         reply = Reply(len(job.prompts) * sampling.n, sum(map(len, job.prompts)), job.arrival)
         for place, (prompt, budget) in enumerate(zip(job.prompts, budgets, strict=True)):
-            for request in self._fan_out(job, prompt, budget, text.eos_ids):
+            entry = Prompt(
+                ids=prompt,
+                eos_ids=text.eos_ids,
+                arrival=job.arrival,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+            )
+            for request in self._fan_out.requests(entry, sampling, budget):
                 assembly = TextAssembly(
                     place * sampling.n + request.sample_index,
                     text.detokenizer(prompt, skip_special=job.skip_special),
@@ -212,42 +215,6 @@ class FrontEnd:
             raise
         self.metrics.prompt_tokens.inc(reply.prompt_tokens)
         return reply
-
-    def _budget(self, prompt: np.ndarray, asked: int | None) -> int:
-        """Return how many tokens may be generated after a prompt."""
-        longest, length = self.model.max_model_len, len(prompt)
-        if length == 0:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        room = longest - length
-        if room < 1 or (asked is not None and asked > room):
-            wants = "at least one" if asked is None else str(asked)
-            raise RequestError(
-                f"this model's context is {longest} tokens; the prompt has {length} and {wants} more are asked for",
-                fix="shorten the prompt or lower max_tokens",
-                param="max_tokens" if room > 0 else "prompt",
-                code="context_length_exceeded",
-            )
-        return room if asked is None else asked
-
-    def _fan_out(self, job: Job, prompt: np.ndarray, budget: int, eos: tuple[int, ...]) -> Iterator[GenerateRequest]:
-        """Make one request a sample. A given seed is shared: the sample's index keeps the draws apart."""
-        sampling = job.sampling
-        seed = self._draw.getrandbits(64) if sampling.seed is None else sampling.seed & UINT64
-        first = next(self._ids)
-        for sample in range(sampling.n):
-            yield GenerateRequest(
-                request_id=first if sample == 0 else next(self._ids),
-                prompt_ids=prompt,
-                sampling=replace(sampling, n=1, stop=(), max_tokens=budget),
-                max_tokens=budget,
-                seed=seed,
-                eos_ids=eos,
-                arrival=job.arrival,
-                priority=job.priority,
-                sample_index=sample,
-                fanout=first if sampling.n > 1 else None,
-                cache_salt=job.cache_salt,
-            )
 
     def abandon(self, reply: Reply) -> None:
         """End what a job still has in the loop: its client is gone, or one of its choices failed."""
