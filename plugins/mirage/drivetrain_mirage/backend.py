@@ -59,7 +59,7 @@ def open_backend(devices: Sequence[int], view: ConfigView, *, static: bool) -> B
             poison_freed=bool(options.get("poison_freed", True)),
         )
     )
-    guard = ShapeGuard(shape_policy(view), bool(options.get("strict_shapes"))) if static else None
+    guard = ShapeGuard(shape_policy(view), bool(options.get("strict_shapes", True))) if static else None
     if guard is not None:
         owner.watch = guard.watch
     native = bool(options.get("native"))

@@ -22,7 +22,7 @@ OPTIONS = (
 STATIC_OPTIONS = (
     *OPTIONS,
     OptionSpec(
-        key="strict_shapes", kind="bool", help="refuse torch ops with new shapes after ready, too", default=False
+        key="strict_shapes", kind="bool", help="refuse torch ops with new shapes after ready, too", default=True
     ),
 )
 
