@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from drivetrain import errors
 from drivetrain.config import EngineConfig, environment
 from drivetrain.errors import DrivetrainError
+from drivetrain.launch import view_of
 from drivetrain.select.choose import Choice, prepare_environment
 from drivetrain.server.channel import Channel, Meeting
 from drivetrain.server.messages import PROTOCOL, FromLoop, Hello, Launch, LoopError, Ready, Stop, ToLoop
-from drivetrain_api.v1.hooks import ConfigView
 
 FACTORY = "drivetrain.launch:open_loop"
 STDERR = 2
@@ -126,23 +126,10 @@ def error_of(message: LoopError) -> DrivetrainError:
     return kind(message.message, fix=message.fix)
 
 
-def config_view(config: EngineConfig, choice: Choice) -> ConfigView:
-    """Return the part of the configuration that a backend may see."""
-    return ConfigView(
-        dtype=config.dtype,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        deterministic=config.deterministic,
-        num_threads=config.num_threads,
-        options=choice.options,
-    )
-
-
 def child_environment(spec: LoopSpec) -> dict[str, str]:
     """Return the whole environment of the loop's process: resolved here, never guessed there."""
     values = environment()
     if spec.choice is not None:
-        values |= prepare_environment(spec.choice, config_view(spec.config, spec.choice), apply=False)
+        values |= prepare_environment(spec.choice, view_of(spec.config, spec.choice), apply=False)
     values["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     return {**values, **spec.extra_environment}

@@ -53,7 +53,7 @@ class StepLoop(Protocol):
 
 
 class Opened(Protocol):
-    """What a factory returns; it may have ``figures`` too, the memory plan's terms in bytes."""
+    """What a factory returns; it may have ``figures`` too, seconds and bytes of the start by name."""
 
     @property
     def loop(self) -> StepLoop: ...

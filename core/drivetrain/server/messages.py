@@ -60,7 +60,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The loop takes requests. ``figures``: terms of the memory plan in bytes; ``seconds``: building it took."""
+    """The loop takes requests. ``figures``: seconds and bytes of its start by name; ``seconds``: building it took."""
 
     max_model_len: int
     vocabulary: int

@@ -24,7 +24,7 @@ class Metrics:
         self.held = Gauge("http_requests_held", "HTTP requests inside the server", **own)
         self._cache = Gauge("cache_use_ratio", "Part of the cache's blocks in use by requests", **own)
         self.ready = Gauge("ready", "1 while requests are served", **own)
-        self._memory = Gauge("memory_bytes", "Terms of the memory plan", ["term"], **own)
+        self._start = Gauge("start", "Seconds and bytes of the loop's start, by name", ["figure"], **own)
         self.time_to_first_token = Histogram(
             "time_to_first_token_seconds", "From a request's headers to its first token", buckets=SECONDS, **own
         )
@@ -57,9 +57,9 @@ class Metrics:
         self._prefix.labels("hit").set(stats.prefix_hit_tokens)
 
     def take_ready(self, ready: Ready) -> None:
-        """Take the memory plan's terms."""
-        for term, value in ready.figures.items():
-            self._memory.labels(term).set(value)
+        """Take the figures of the loop's start."""
+        for name, value in ready.figures.items():
+            self._start.labels(name).set(value)
 
     def render(self) -> bytes:
         """Return the exposition text."""

@@ -27,6 +27,7 @@ from drivetrain.server.text import Text, TextPool
 from drivetrain.tokens.text import load_text
 
 DRAIN_SECONDS = 30
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: theirs is the side that closes
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -64,6 +65,7 @@ def serve_spec(
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         ws="none",
     )
     front.supervisor.spawn()

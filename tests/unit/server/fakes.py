@@ -84,9 +84,11 @@ class Running:
     def __init__(self, front: FrontEnd, app: App, loop: asyncio.AbstractEventLoop, port: int) -> None:
         self.front, self.app, self.loop = front, app, loop
         self.url = f"http://127.0.0.1:{port}"
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(base_url=self.url, timeout=60.0, verify=False, limits=limits)
 
-    def client(self, **options) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30.0, **options)
+    def client(self) -> httpx.Client:
+        return self._client
 
     def metric(self, name: str) -> float:
         text = self.client().get("/metrics").text
@@ -152,4 +154,6 @@ def serving(
     finally:
         stop.set()
         thread.join(30)
+        for one in started:
+            one.client().close()
     assert not thread.is_alive() and not failure, failure
