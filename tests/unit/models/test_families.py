@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from drivetrain.errors import ModelError
-from drivetrain.models.families import FAMILIES, read_spec
+from drivetrain.models.families import FAMILIES, naming_of, read_spec
 from drivetrain.models.rope import inverse_frequencies
 from drivetrain.models.spec import BandScaling, LinearScaling, Rope
 
@@ -116,6 +118,13 @@ def test_frequencies_follow_the_definition():
         turns = 64 * frequency / (2 * torch.pi)  # how often the angle goes round within the original context
         kept = min(1.0, max(0.0, (turns - 1.0) / 3.0))
         assert value == pytest.approx(frequency * (kept + (1 - kept) / 8), rel=1e-6)
+
+
+def test_a_part_without_a_checkpoint_name_is_named():
+    spec = read_spec({**LLAMA, "head_dim": 6}, "float32")
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, sinks=True)) for layer in spec.layers)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM has no checkpoint name for layers\.0\.mixer\.sinks"):
+        naming_of(replace(spec, layers=layers))
 
 
 REFUSED = [

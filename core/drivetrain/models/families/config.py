@@ -120,6 +120,16 @@ def check_heads(heads: int, kv_heads: int) -> None:
         raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
 
 
+def sliding_layers(fields: Fields, count: int, *, every: int) -> tuple[bool, ...]:
+    """Which layers have a window: ``layer_types``, else all but each n-th (``sliding_window_pattern`` or ``every``)."""
+    types = fields.layer_types(count)
+    if types is not None:
+        return tuple(kind == "sliding_attention" for kind in types)
+    key = "sliding_window_pattern" if fields.has("sliding_window_pattern") else "_sliding_window_pattern"
+    pattern = fields.whole(key, every)
+    return tuple((layer + 1) % pattern != 0 for layer in range(count))
+
+
 def read_rope(fields: Fields, head_dim: int) -> Rope:
     """The model's one rope: ``rope_parameters`` as of Transformers 5, else ``rope_theta`` and ``rope_scaling``."""
     key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.errors import ModelError
-from drivetrain.models.families.config import Fields, check_heads, rope_of
+from drivetrain.models.families.config import Fields, check_heads, rope_of, sliding_layers
 from drivetrain.models.families.llama import TABLE as LLAMA_TABLE
 from drivetrain.models.naming import Naming, named
 from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec, RmsNorm, Rope
@@ -98,18 +98,7 @@ def _layers(fields: Fields, norm: RmsNorm, head_dim: int) -> tuple[LayerSpec, ..
         )
         return LayerSpec(mixer=mixer, ffn=ffn, mixer_norm=norm, post_mixer_norm=norm, ffn_norm=norm, post_ffn_norm=norm)
 
-    return tuple(layer(sliding) for sliding in _sliding(fields))
-
-
-def _sliding(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have a window: ``layer_types``, else every layer but each n-th."""
-    count = fields.whole("num_hidden_layers", 26)
-    types = fields.layer_types(count)
-    if types is not None:
-        return tuple(kind == "sliding_attention" for kind in types)
-    key = "sliding_window_pattern" if fields.has("sliding_window_pattern") else "_sliding_window_pattern"
-    every = fields.whole(key, 6)
-    return tuple((layer + 1) % every != 0 for layer in range(count))
+    return tuple(layer(sliding) for sliding in sliding_layers(fields, fields.whole("num_hidden_layers", 26), every=6))
 
 
 def _ropes(fields: Fields, head_dim: int) -> tuple[Rope, Rope]:
