@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from drivetrain.cache.pool import Pool
 from drivetrain.cache.sizing import GroupPlan
 
@@ -48,14 +50,24 @@ class PagedGroup:
         self._index = pool.groups[number].index
         self._size, self._unit, self._window = size, unit, plan.window
         self._parts = unit // size if unit > size else 0
+        self.suffixes = tuple(bytes((place,)) for place in range(self._parts)) or (b"",)
 
     def name_of(self, digests: Sequence[bytes], index: int) -> bytes:
         if self._parts:
-            return digests[index // self._parts] + bytes((index % self._parts,))
+            return digests[index // self._parts] + self.suffixes[index % self._parts]
         return digests[(index + 1) * self._size // self._unit - 1]
 
     def named_upto(self, position: int) -> int:
         return position // self.granule * self.granule // self._size
+
+    def completed(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Say which blocks get names when one unit of each of n rows is complete: which of the rows [m] have such
+        blocks, and their table indices [m, p]. A block's name is the unit's digest and its place's suffix."""
+        if self._parts:
+            return np.arange(len(units)), (units * self._parts)[:, None] + np.arange(self._parts)
+        per_block = self._size // self._unit
+        chosen = ((units + 1) % per_block == 0).nonzero()[0]
+        return chosen, ((units[chosen] + 1) // per_block - 1)[:, None]
 
     def first_needed(self, position: int) -> int:
         if self._window is None:

@@ -3,6 +3,7 @@
 Tables mirror what the runner holds on the device: table[g][row, i] is the block of positions i * block_tokens ..,
 0 where nothing is held. Every change is recorded and handed out once, for the next plan (``take_changes``).
 A block's life: allocated (``extend``) -> written (by the plan that follows) -> named (``publish``) -> free (``close``).
+``horizon[row]`` is the number of tokens up to which the row has blocks in every group: below it a step needs nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drivetrain.cache.groups import Group, RecurrentGroup, make_group
+from drivetrain.cache.groups import Group, PagedGroup, RecurrentGroup, make_group
 from drivetrain.cache.pool import Pool
 from drivetrain.cache.sizing import CachePlan
 from drivetrain.sched.plan import NO_BLOCKS, BlockCopy
+
+Held = tuple[int, int]  # group, block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,7 @@ class Changes:
     """What the next plan must tell the runner: see the fields of ``StepPlan`` of the same names."""
 
     blocks: np.ndarray
-    zeroed: tuple[tuple[int, int], ...]
+    zeroed: tuple[Held, ...]
     copies: tuple[BlockCopy, ...]
 
 
@@ -34,18 +37,19 @@ class CacheManager:
         self.plan, self.unit, self.max_tokens = plan, unit, max_tokens
         self.pool = Pool(plan)
         self.groups: tuple[Group, ...] = tuple(make_group(self.pool, n, g, unit) for n, g in enumerate(plan.groups))
-        self.paged = tuple(group for group in self.groups if group.plan.kind != "recurrent")
+        self.paged = tuple(group for group in self.groups if isinstance(group, PagedGroup))
+        self.sliding = tuple(group for group in self.paged if group.plan.window is not None)
         self.recurrent = tuple(group for group in self.groups if isinstance(group, RecurrentGroup))
         self.granule = max([unit, *(group.granule for group in self.groups)])
         widths = [1 if g.plan.kind == "recurrent" else -(-max_tokens // g.plan.block_tokens) for g in self.groups]
         self.tables = [np.zeros((max_rows, width), np.int32) for width in widths]
         self.ends = np.zeros((len(self.groups), max_rows), np.int32)  # table indices in use
         self.firsts = np.zeros((len(self.groups), max_rows), np.int32)  # first table index still held
-        self.named = np.zeros((len(self.groups), max_rows), np.int32)  # table indices below it were offered a name
+        self.horizon = np.zeros(max_rows, np.int32)
         self._parts: list[np.ndarray] = []
-        self._zeroed: list[tuple[int, int]] = []
+        self._zeroed: list[Held] = []
         self._copies: list[BlockCopy] = []
-        self._lent: list[tuple[int, int]] = []  # checkpoints to be let go once the plan that copies them is out
+        self._lent: list[Held] = []  # checkpoints to be let go once the plan that copies or writes them is out
 
     def longest(self, digests: Sequence[bytes], limit: int, multiple: int = 0) -> int:
         """Return the longest prefix <= limit that every group can serve, a multiple of ``multiple`` if one is given."""
@@ -58,33 +62,30 @@ class CacheManager:
             length = served
         return 0
 
-    def open(self, row: int, digests: Sequence[bytes], length: int) -> bool:
-        """Give a row the cached blocks of a prefix that ``longest`` returned; False when a state block lacks."""
-        taken: list[tuple[int, int]] = []
-        for group in self.groups:
-            found = group.blocks_at(digests, length)
-            for _, block in found:
-                self.pool.hold(group.number, block)
-                taken.append((group.number, block))
-            if isinstance(group, RecurrentGroup):
-                working = self.pool.take(group.number)
-                if not working:
-                    for number, block in taken:
-                        self.pool.drop(number, block)
-                    self._forget(row)
-                    return False
-                taken.append((group.number, working))
-                self._start_state(group, row, working, found)
-            elif found:
-                self._record(group.number, row, [i for i, _ in found], [block for _, block in found])
-                self.firsts[group.number, row] = found[0][0]
-                self.ends[group.number, row] = found[-1][0] + 1
-            if not isinstance(group, RecurrentGroup):
-                count = length // group.plan.block_tokens
-                self.ends[group.number, row] = self.named[group.number, row] = count
-                if not found:
-                    self.firsts[group.number, row] = count
-        return True
+    def open(self, row: int, digests: Sequence[bytes], length: int) -> list[Held] | None:
+        """Give a row the cached blocks of a prefix that ``longest`` returned, and working blocks for states.
+
+        Returns the shared blocks it builds on; None, and nothing held, when a working block lacks.
+        """
+        found = [group.blocks_at(digests, length) for group in self.groups]
+        shared = [(group.number, block) for group in self.groups for _, block in found[group.number]]
+        for number, block in shared:
+            self.pool.hold(number, block)
+        working = [self.pool.take(group.number) for group in self.recurrent]
+        if not all(working):
+            taken = [(g.number, b) for g, b in zip(self.recurrent, working, strict=True) if b]
+            for number, block in [*shared, *taken]:
+                self.pool.drop(number, block)
+            return None
+        for group, block in zip(self.recurrent, working, strict=True):
+            self._start_state(group, row, block, found[group.number])
+        for paged in self.paged:
+            number, count = paged.number, length // paged.plan.block_tokens
+            self._record(number, row, [i for i, _ in found[number]], [block for _, block in found[number]])
+            self.firsts[number, row] = found[number][0][0] if found[number] else count
+            self.ends[number, row] = count
+        self._see_horizon(np.array([row]))
+        return shared
 
     def _start_state(self, group: Group, row: int, working: int, found: list[tuple[int, int]]) -> None:
         if found:
@@ -93,90 +94,68 @@ class CacheManager:
         else:
             self._zeroed.append((group.number, working))
         self._record(group.number, row, [0], [working])
-        self.ends[group.number, row] = 1
-
-    def _forget(self, row: int) -> None:
-        """Undo the records of a row that could not be opened."""
-        for number, table in enumerate(self.tables):
-            table[row] = 0
-            self.ends[number, row] = self.firsts[number, row] = self.named[number, row] = 0
-        self._parts = [part[part[:, 0] != row] for part in self._parts]
-
-    def shortage(self, row: int, upto: int) -> bool:
-        """Return whether any group lacks blocks for the row to hold ``upto`` tokens."""
-        for group in self.paged:
-            needed = -(-upto // group.plan.block_tokens) - int(self.ends[group.number, row])
-            if needed > 0 and needed > self.pool.available(group.number):
-                return True
-        return False
+        self.firsts[group.number, row], self.ends[group.number, row] = 0, 1
 
     def extend(self, row: int, upto: int) -> bool:
         """Allocate so that the row holds ``upto`` tokens in every group: all of it, or nothing and False."""
-        if self.pool.shared and len(self.paged) > 1:
-            return self._extend_carefully(row, upto)
-        if self.shortage(row, upto):
-            return False
-        return self._extend_carefully(row, upto)
-
-    def _extend_carefully(self, row: int, upto: int) -> bool:
-        done: list[tuple[int, list[int]]] = []
+        got: list[tuple[int, list[int]]] = []
         for group in self.paged:
             number = group.number
-            begin, end = int(self.ends[number, row]), -(-upto // group.plan.block_tokens)
-            blocks: list[int] = []
-            done.append((number, blocks))
-            for _ in range(begin, end):
-                block = self.pool.take(number)
-                if not block:
-                    for held_in, held in done:
-                        for one in held:
-                            self.pool.drop(held_in, one)
-                    return False
-                blocks.append(block)
-        for number, blocks in done:
+            lacking = -(-upto // group.plan.block_tokens) - int(self.ends[number, row])
+            blocks = self.pool.take_many(number, lacking) if 0 < lacking <= self.pool.available(number) else []
+            got.append((number, blocks))
+            if len(blocks) < lacking:
+                for held_in, held in got:
+                    self.pool.drop_many(held_in, held)
+                return False
+        for number, blocks in got:
             if blocks:
                 begin = int(self.ends[number, row])
                 self._record(number, row, range(begin, begin + len(blocks)), blocks)
                 self.ends[number, row] = begin + len(blocks)
+        self._see_horizon(np.array([row]))
         return True
 
     def extend_rows(self, rows: np.ndarray, upto: np.ndarray) -> int | None:
-        """Let many rows hold ``upto`` tokens each (at most one block more a group). Returns the first row that lacks a
-        block, None when all have theirs; what was allocated before it stays allocated."""
+        """Let rows hold ``upto`` tokens each, a block after the other. Returns the first row that lacks a block, None
+        when all have theirs; what was allocated before it stays allocated."""
+        lacks: int | None = None
         for group in self.paged:
-            number = group.number
-            ends = self.ends[number]
-            short = np.flatnonzero(upto > ends[rows] * group.plan.block_tokens)
-            if not len(short):
-                continue
-            chosen = rows[short]
-            blocks, take = [], self.pool.take
-            for _ in range(len(chosen)):
-                block = take(number)
-                if not block:
+            number, size = group.number, group.plan.block_tokens
+            while lacks is None:
+                short = rows[upto > self.ends[number, rows] * size]
+                if not len(short):
                     break
-                blocks.append(block)
-            got = len(blocks)
-            self._record_many(number, chosen[:got], blocks)
-            if got < len(chosen):
-                return int(chosen[got])
-            if np.any(upto[short] > ends[chosen] * group.plan.block_tokens):
-                return self.extend_rows(rows, upto)
-        return None
+                blocks = self.pool.take_many(number, len(short))
+                got = short[: len(blocks)]
+                self._record_many(number, got, self.ends[number, got], blocks)
+                self.ends[number, got] += 1
+                if len(blocks) < len(short):
+                    lacks = int(short[len(blocks)])
+        self._see_horizon(rows)
+        return lacks
 
-    def _record_many(self, number: int, rows: np.ndarray, blocks: list[int]) -> None:
-        if not blocks:
+    def _see_horizon(self, rows: np.ndarray) -> None:
+        """Bring ``horizon`` up to date for rows whose blocks changed."""
+        if not self.paged:
+            self.horizon[rows] = self.max_tokens
             return
+        first, *others = [self.ends[g.number, rows] * g.plan.block_tokens for g in self.paged]
+        for other in others:
+            np.minimum(first, other, out=first)
+        self.horizon[rows] = first
+
+    def _record_many(self, number: int, rows: np.ndarray, indices: np.ndarray, blocks: Sequence[int]) -> None:
+        """One table entry of each row changes."""
         part = np.empty((len(blocks), 4), np.int32)
-        part[:, 0] = rows
-        part[:, 1] = number
-        part[:, 2] = self.ends[number, rows]
-        part[:, 3] = blocks
-        self.tables[number][rows, part[:, 2]] = part[:, 3]
-        self.ends[number, rows] += 1
+        part[:, 0], part[:, 1], part[:, 2], part[:, 3] = rows, number, indices, blocks
+        self.tables[number][rows, indices] = part[:, 3]
         self._parts.append(part)
 
     def _record(self, number: int, row: int, indices: Sequence[int], blocks: Sequence[int]) -> None:
+        """Entries of one row change."""
+        if not blocks:
+            return
         part = np.empty((len(blocks), 4), np.int32)
         part[:, 0], part[:, 1], part[:, 2], part[:, 3] = row, number, indices, blocks
         self.tables[number][row, part[:, 2]] = part[:, 3]
@@ -184,41 +163,56 @@ class CacheManager:
 
     def slide(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Let go of blocks that no query at ``positions`` or later can read (sliding windows)."""
-        for group in self.paged:
-            if group.plan.window is None:
-                continue
+        for group in self.sliding:
             number, size, window = group.number, group.plan.block_tokens, group.plan.window
-            needed = np.maximum(positions - window + 1, 0) // size
-            needed = np.minimum(needed, self.ends[number, rows])
-            firsts = self.firsts[number]
-            for i in np.flatnonzero(needed > firsts[rows]):
-                row, end = int(rows[i]), int(needed[i])
-                self._let_go(number, row, int(firsts[row]), end)
-                firsts[row] = end
+            assert window is not None, "a sliding group has a window"
+            needed = np.minimum(np.maximum(positions - window + 1, 0) // size, self.ends[number, rows])
+            while True:
+                past = needed > self.firsts[number, rows]
+                rows_past = rows[past]
+                if not len(rows_past):
+                    break
+                indices = self.firsts[number, rows_past]
+                blocks = self.tables[number][rows_past, indices]
+                self._record_many(number, rows_past, indices, np.zeros_like(blocks))
+                self.pool.drop_many(number, blocks.tolist())
+                self.firsts[number, rows_past] += 1
 
-    def _let_go(self, number: int, row: int, begin: int, end: int) -> None:
-        table = self.tables[number]
-        held = table[row, begin:end].tolist()
-        indices = [begin + i for i, block in enumerate(held) if block]
-        for block in held:
-            if block:
-                self.pool.drop(number, block)
-        self._record(number, row, indices, [0] * len(indices))
-
-    def publish(self, row: int, digests: Sequence[bytes], upto: int) -> list[tuple[int, int]]:
-        """Name the row's blocks whose tokens are all below ``upto`` and known; returns those newly named."""
-        new = []
+    def publish(self, row: int, digests: Sequence[bytes], begin: int, end: int) -> list[Held]:
+        """Name the row's blocks that units ``begin`` .. ``end`` - 1 complete; returns those newly named."""
+        new: list[Held] = []
         for group in self.paged:
             number = group.number
-            begin, end = int(self.named[number, row]), group.named_upto(upto)
-            if end <= begin:
-                continue
-            blocks = self.tables[number][row, begin:end].tolist()
-            for index, block in enumerate(blocks, begin):
+            first, last = group.named_upto(begin * self.unit), group.named_upto(end * self.unit)
+            for index, block in enumerate(self.tables[number][row, first:last].tolist(), first):
                 if block and self.pool.name(number, block, group.name_of(digests, index)):
                     new.append((number, block))
-            self.named[number, row] = end
         return new
+
+    def publish_units(self, rows: np.ndarray, units: np.ndarray, digests: Sequence[bytes]) -> None:
+        """Name the blocks that one unit of each row, with that digest, completes (``publish`` over many rows)."""
+        for group in self.paged:
+            blocks = self.pool.groups[group.number]
+            names, index, suffixes = blocks.names, blocks.index, group.suffixes
+            chosen, places = group.completed(units)
+            held = self.tables[group.number][rows[chosen, None], places].tolist()
+            for at, row in zip(chosen.tolist(), held, strict=True):
+                digest = digests[at]
+                for suffix, block in zip(suffixes, row, strict=True):
+                    if block and names[block] is None:
+                        name = digest + suffix
+                        if index.setdefault(name, block) == block:
+                            names[block] = name
+
+    def withdraw(self, digests: Sequence[bytes]) -> None:
+        """Forget all names that come from these digests, whichever blocks have them."""
+        length = len(digests) * self.unit
+        for group in self.groups:
+            index = self.pool.groups[group.number].index
+            recurrent = isinstance(group, RecurrentGroup)
+            names = digests if recurrent else [group.name_of(digests, i) for i in range(group.named_upto(length))]
+            for block in [index[name] for name in names if name in index]:
+                self.pool.unname(group.number, block)
 
     def checkpoint(self, group: Group, digests: Sequence[bytes], length: int) -> int:
         """Allocate and name a checkpoint of the state after ``length`` tokens; 0 when there is one or no block.
@@ -243,21 +237,29 @@ class CacheManager:
         for number, table in enumerate(self.tables):
             first, end = int(self.firsts[number, row]), int(self.ends[number, row])
             # last blocks first: a chain is evicted from its end, so that what is left of it can still be found
-            for block in table[row, first:end][::-1].tolist():
-                if block:
-                    self.pool.drop(number, block)
+            self.pool.drop_many(number, table[row, first:end][::-1].tolist())
             table[row, :end] = 0
-            self.ends[number, row] = self.firsts[number, row] = self.named[number, row] = 0
+            self.ends[number, row] = self.firsts[number, row] = 0
+        self.horizon[row] = 0
+        self.hold_back(row)
+
+    def hold_back(self, row: int) -> None:
+        """Do not tell the runner of this row's blocks yet (see ``tell``)."""
         if self._parts:
             self._parts = [part[part[:, 0] != row] for part in self._parts]
 
-    def held(self, row: int) -> list[tuple[int, int]]:
-        """Return (group, block) of all that a row holds."""
+    def tell(self, row: int) -> None:
+        """Tell the runner of all the row's blocks with the next plan."""
+        for number, table in enumerate(self.tables):
+            first, end = int(self.firsts[number, row]), int(self.ends[number, row])
+            self._record(number, row, range(first, end), table[row, first:end].tolist())
+
+    def held(self, row: int) -> list[Held]:
+        """Return (group, block) of all that a row holds, in the order of the table."""
         return [
             (number, block)
             for number, table in enumerate(self.tables)
             for block in table[row, self.firsts[number, row] : self.ends[number, row]].tolist()
-            if block
         ]
 
     def take_changes(self) -> Changes:
@@ -265,9 +267,10 @@ class CacheManager:
         blocks = np.concatenate(self._parts) if self._parts else NO_BLOCKS
         changes = Changes(blocks=blocks, zeroed=tuple(self._zeroed), copies=tuple(self._copies))
         self._parts, self._zeroed, self._copies = [], [], []
-        for number, block in self._lent:
-            self.pool.drop(number, block)
-        self._lent = []
+        if self._lent:
+            for number, block in self._lent:
+                self.pool.drop(number, block)
+            self._lent = []
         return changes
 
     @property
@@ -288,22 +291,24 @@ class CacheManager:
         held = sum(g.num_held * p.stride for g, p in zip(self.pool.groups, self.plan.groups, strict=True))
         return held / self.plan.total_bytes if self.plan.total_bytes else 0.0
 
-    def check_integrity(self) -> None:
-        """AssertionError naming the first disagreement between tables, holders, slabs and index."""
+    def check_integrity(self, pinned: Sequence[Held] = ()) -> None:
+        """AssertionError naming the first disagreement between tables, holders (``pinned`` ones too), slabs, index."""
         self.pool.check_integrity()
         for number, table in enumerate(self.tables):
             counted: dict[int, int] = {}
+            size = self.plan.groups[number].block_tokens
             for row in range(len(table)):
                 first, end = int(self.firsts[number, row]), int(self.ends[number, row])
-                assert first <= end, f"group {number} row {row}: first {first} beyond end {end}"
-                assert not table[row, :first].any() and not table[row, end:].any(), f"group {number} row {row}: stray"
+                where = f"group {number} row {row}"
+                assert first <= end, f"{where}: first {first} beyond end {end}"
+                assert not table[row, :first].any() and not table[row, end:].any(), f"{where}: stray blocks"
+                assert self.groups[number] in self.recurrent or self.horizon[row] <= end * size, f"{where}: horizon"
                 for block in table[row, first:end].tolist():
-                    assert block, f"group {number} row {row}: a hole"
+                    assert block, f"{where}: a hole"
                     counted[block] = counted.get(block, 0) + 1
-            for lent_in, block in self._lent:
-                if lent_in == number:
+            for held_in, block in [*self._lent, *pinned]:
+                if held_in == number:
                     counted[block] = counted.get(block, 0) + 1
             for block, refs in enumerate(self.pool.groups[number].refs):
-                assert refs == counted.get(block, 0), (
-                    f"group {number} block {block}: {refs} holders, {counted.get(block, 0)} found"
-                )
+                found = counted.get(block, 0)
+                assert refs == found, f"group {number} block {block}: {refs} holders, {found} found"

@@ -1,10 +1,13 @@
 """The pool: slabs belong to one group at a time and are cut into blocks; blocks are counted, named and reused.
 
 A block is in exactly one state: free (no name, no holder), cached (named in the index, no holder, evictable), or held
-(``refs`` > 0). Slab 0 is never handed out: block 0 of every group, the null block, lies in it.
+(``refs`` > 0). Slab 0 is never handed out: block 0 of every group, the null block, lies in it. Where groups share
+slabs, a slab whose blocks are all free goes back to all groups; what is evicted is the oldest, whosever it is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from drivetrain.cache.sizing import CachePlan
 
@@ -12,7 +15,12 @@ NO_OWNER = -1
 
 
 class GroupBlocks:
-    """One group's blocks: holders, names, the slabs that have free blocks, and cached blocks, oldest first."""
+    """One group's blocks. ``open``: slab -> its free blocks; ``cached``: block -> when it was let go, oldest first;
+    ``num_idle``: slabs of this group that have no held block."""
+
+    __slots__ = (
+        "cached", "index", "names", "num_blocks", "num_free", "num_held", "num_idle", "open", "per_slab", "refs"
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int, per_slab: int) -> None:
         self.per_slab = per_slab
@@ -20,14 +28,15 @@ class GroupBlocks:
         self.refs = [0] * num_blocks
         self.names: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, int] = {}
-        self.cached: dict[int, None] = {}
+        self.cached: dict[int, int] = {}
         self.open: dict[int, list[int]] = {}
         self.num_free = 0
         self.num_held = 0
+        self.num_idle = 0
 
 
 class Pool:
-    """All groups' blocks over the shared slabs, or over a fixed set of slabs for each group."""
+    """All groups' blocks over the shared slabs, or over a fixed set of blocks for each group."""
 
     def __init__(self, plan: CachePlan) -> None:
         self.shared = plan.shared
@@ -36,60 +45,93 @@ class Pool:
         self.owner = [NO_OWNER] * plan.num_slabs
         self.held_in = [0] * plan.num_slabs
         self.free_slabs = list(range(plan.num_slabs - 1, 0, -1)) if plan.shared else []
-        self.idle: dict[int, None] = {}  # slabs with an owner and no held block, least recently used first
+        self.idle: dict[int, int] = {}  # slab with an owner and no held block -> when it became idle, oldest first
+        self._clock = 0
         if not plan.shared:
             for group in self.groups:
-                group.open = {0: list(range(group.num_blocks - 1, 0, -1))}
-                group.num_free = max(0, group.num_blocks - 1)
+                group.per_slab = max(1, group.num_blocks)
+                if group.num_blocks > 1:
+                    group.open = {0: list(range(group.num_blocks - 1, 0, -1))}
+                    group.num_free = group.num_blocks - 1
 
     def available(self, group: int) -> int:
         """Return how many blocks could be taken now for one group, were all of them for it."""
         blocks = self.groups[group]
-        if not self.shared:
-            return blocks.num_free + len(blocks.cached)
-        others = sum(1 for slab in self.idle if self.owner[slab] != group)
-        return blocks.num_free + len(blocks.cached) + (len(self.free_slabs) + others) * blocks.per_slab
+        slabs = len(self.free_slabs) + len(self.idle) - blocks.num_idle
+        return blocks.num_free + len(blocks.cached) + slabs * blocks.per_slab
 
     def take(self, group: int) -> int:
-        """Hand out a block with one holder; 0 when none can be had. Free first, then the oldest cached."""
+        """Hand out a block with one holder; 0 when none can be had."""
+        taken = self.take_many(group, 1)
+        return taken[0] if taken else 0
+
+    def take_many(self, group: int, count: int) -> list[int]:
+        """Hand out blocks with one holder each, fewer than asked when no more can be had. Free ones first."""
         blocks = self.groups[group]
-        if not blocks.open and not self._open_slab(group):
-            return 0
-        slab = next(iter(blocks.open))
-        free = blocks.open[slab]
-        block = free.pop()
-        if not free:
-            del blocks.open[slab]
-        blocks.num_free -= 1
-        self._first_hold(group, block)
-        return block
+        opened, refs = blocks.open, blocks.refs
+        taken: list[int] = []
+        while count:
+            if not opened and not self._make_free(group):
+                break
+            slab = next(iter(opened))
+            free = opened[slab]
+            if len(free) > count:
+                part = free[-count:]
+                del free[-count:]
+            else:
+                part = free
+                del opened[slab]
+            for block in part:
+                refs[block] = 1
+            if self.shared:
+                if not self.held_in[slab]:
+                    self._busy(slab, blocks)
+                self.held_in[slab] += len(part)
+            taken += reversed(part)
+            count -= len(part)
+        blocks.num_free -= len(taken)
+        blocks.num_held += len(taken)
+        return taken
 
     def hold(self, group: int, block: int) -> None:
         """Add a holder to a held or cached block."""
         blocks = self.groups[group]
-        if blocks.refs[block]:
-            blocks.refs[block] += 1
+        refs = blocks.refs
+        refs[block] += 1
+        if refs[block] > 1:
             return
         del blocks.cached[block]
-        self._first_hold(group, block)
+        blocks.num_held += 1
+        if self.shared:
+            slab = block // blocks.per_slab
+            if not self.held_in[slab]:
+                self._busy(slab, blocks)
+            self.held_in[slab] += 1
 
     def drop(self, group: int, block: int) -> None:
         """Take a holder away; the last one leaves the block cached if it has a name, else free."""
+        self.drop_many(group, (block,))
+
+    def drop_many(self, group: int, dropped: Sequence[int]) -> None:
+        """Take a holder of each block away, in order: what is dropped first is evicted first."""
         blocks = self.groups[group]
-        refs = blocks.refs[block] - 1
-        blocks.refs[block] = refs
-        if refs:
-            return
-        blocks.num_held -= 1
-        if self.shared:
-            slab = block // blocks.per_slab
-            self.held_in[slab] -= 1
-            if not self.held_in[slab]:
-                self.idle[slab] = None
-        if blocks.names[block] is None:
-            self._free(group, block)
-        else:
-            blocks.cached[block] = None
+        refs, names, cached, per_slab = blocks.refs, blocks.names, blocks.cached, blocks.per_slab
+        self._clock += 1
+        for block in dropped:
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            blocks.num_held -= 1
+            slab = block // per_slab
+            if self.shared:
+                self.held_in[slab] -= 1
+                if not self.held_in[slab]:
+                    self.idle[slab] = self._clock
+                    blocks.num_idle += 1
+            if names[block] is None:
+                self._free(blocks, slab, block)
+            else:
+                cached[block] = self._clock
 
     def name(self, group: int, block: int, name: bytes) -> bool:
         """Publish a held block under a name; False when another block has the name already."""
@@ -109,7 +151,7 @@ class Pool:
         blocks.names[block] = None
         if block in blocks.cached:
             del blocks.cached[block]
-            self._free(group, block)
+            self._free(blocks, block // blocks.per_slab, block)
 
     def clear_index(self) -> None:
         """Forget every name, so that nothing cached is found again."""
@@ -117,70 +159,59 @@ class Pool:
             for block in list(blocks.index.values()):
                 self.unname(group, block)
 
-    def _first_hold(self, group: int, block: int) -> None:
-        blocks = self.groups[group]
-        blocks.refs[block] = 1
-        blocks.num_held += 1
-        if self.shared:
-            slab = block // blocks.per_slab
-            if not self.held_in[slab]:
-                self.idle.pop(slab, None)
-            self.held_in[slab] += 1
+    def _busy(self, slab: int, blocks: GroupBlocks) -> None:
+        if self.idle.pop(slab, None) is not None:
+            blocks.num_idle -= 1
 
-    def _free(self, group: int, block: int) -> None:
-        blocks = self.groups[group]
-        slab = block // blocks.per_slab if self.shared else 0
-        free = blocks.open.setdefault(slab, [])
+    def _free(self, blocks: GroupBlocks, slab: int, block: int) -> None:
+        free = blocks.open.get(slab)
+        if free is None:
+            free = blocks.open[slab] = []
         free.append(block)
         blocks.num_free += 1
         if self.shared and len(free) == blocks.per_slab:
-            self._release(slab)
+            self._release(slab, blocks)
 
-    def _release(self, slab: int) -> None:
+    def _release(self, slab: int, blocks: GroupBlocks) -> None:
         """Give a slab of free blocks back to all groups."""
-        blocks = self.groups[self.owner[slab]]
         del blocks.open[slab]
         blocks.num_free -= blocks.per_slab
+        self._busy(slab, blocks)
         self.owner[slab] = NO_OWNER
-        self.idle.pop(slab, None)
         self.free_slabs.append(slab)
 
-    def _open_slab(self, group: int) -> bool:
-        """Make at least one block of the group free: a free slab, its own oldest cached block, or another's slab."""
+    def _make_free(self, group: int) -> bool:
+        """Make at least one block of the group free: a free slab, or else the oldest of its own cached blocks and of
+        the slabs that another group does not hold."""
         blocks = self.groups[group]
-        if self.free_slabs:
-            self._own(self.free_slabs.pop(), group)
-            return True
-        if blocks.cached:
-            block = next(iter(blocks.cached))
-            self._evict_keeping(group, block)
-            return True
-        for slab in self.idle:
-            if self.owner[slab] != group:
+        if not self.free_slabs:
+            own = next(iter(blocks.cached), None)
+            slab = next(iter(self.idle), None)
+            if slab is not None and self.owner[slab] != group and (own is None or self.idle[slab] < blocks.cached[own]):
                 self._empty(slab)
-                self._own(self.free_slabs.pop(), group)
+            elif own is not None:
+                self._evict(blocks, own)
                 return True
-        return False
-
-    def _evict_keeping(self, group: int, block: int) -> None:
-        """Free one cached block but keep its slab, which is about to be used."""
-        blocks = self.groups[group]
-        name = blocks.names[block]
-        assert name is not None
-        del blocks.index[name]
-        blocks.names[block] = None
-        del blocks.cached[block]
-        slab = block // blocks.per_slab if self.shared else 0
-        blocks.open.setdefault(slab, []).append(block)
-        blocks.num_free += 1
-
-    def _own(self, slab: int, group: int) -> None:
-        blocks = self.groups[group]
+            else:
+                return False
+        slab = self.free_slabs.pop()
         self.owner[slab] = group
         first = slab * blocks.per_slab
         blocks.open[slab] = list(range(first + blocks.per_slab - 1, first - 1, -1))
         blocks.num_free += blocks.per_slab
-        self.idle[slab] = None
+        self.idle[slab] = self._clock
+        blocks.num_idle += 1
+        return True
+
+    def _evict(self, blocks: GroupBlocks, block: int) -> None:
+        """Free one cached block but keep its slab, which is about to be used."""
+        name = blocks.names[block]
+        assert name is not None, "a cached block has a name"
+        del blocks.index[name]
+        blocks.names[block] = None
+        del blocks.cached[block]
+        blocks.open.setdefault(block // blocks.per_slab, []).append(block)
+        blocks.num_free += 1
 
     def _empty(self, slab: int) -> None:
         """Evict every cached block of an idle slab; the last one releases it."""
@@ -195,34 +226,38 @@ class Pool:
         for number, blocks in enumerate(self.groups):
             free = {block for part in blocks.open.values() for block in part}
             assert len(free) == sum(map(len, blocks.open.values())) == blocks.num_free, f"group {number}: free count"
-            assert 0 not in free and 0 not in blocks.cached and not blocks.refs[:1].count(1), "the null block is in use"
-            assert not free & set(blocks.cached), f"group {number}: blocks both free and cached"
-            held = 0
-            for block in range(1, blocks.num_blocks):
-                refs, name = blocks.refs[block], blocks.names[block]
-                assert refs >= 0, f"group {number} block {block}: {refs} holders"
-                held += refs > 0
-                assert not (refs and (block in free or block in blocks.cached)), f"group {number} block {block}: held"
-                assert (name is None) or blocks.index.get(name) == block, f"group {number} block {block}: name lost"
-                assert (block in blocks.cached) == (name is not None and not refs), (
-                    f"group {number} block {block}: cached"
-                )
-                if self.shared:
-                    mine = self.owner[block // blocks.per_slab] == number
-                    assert mine or not (refs or name or block in free), f"group {number} block {block}: foreign slab"
-                    assert not mine or refs or name or block in free, f"group {number} block {block}: lost"
-                else:
-                    assert refs or name or block in free, f"group {number} block {block}: lost"
+            assert all(blocks.open.values()), f"group {number}: an empty slab counts as open"
+            if blocks.num_blocks:
+                null = blocks.refs[0] or blocks.names[0] or 0 in free or 0 in blocks.cached
+                assert not null, f"group {number}: the null block is in use"
+            assert list(blocks.cached.values()) == sorted(blocks.cached.values()), f"group {number}: order of eviction"
+            held = sum(self._check_block(number, block, free) for block in range(1, blocks.num_blocks))
             assert held == blocks.num_held, f"group {number}: {held} held, {blocks.num_held} counted"
             assert all(blocks.names[b] == n for n, b in blocks.index.items()), f"group {number}: index"
-        self._check_slabs()
+        if self.shared:
+            self._check_slabs()
+
+    def _check_block(self, number: int, block: int, free: set[int]) -> bool:
+        blocks = self.groups[number]
+        refs, name, what = blocks.refs[block], blocks.names[block], f"group {number} block {block}"
+        cached = block in blocks.cached
+        assert refs >= 0, f"{what}: {refs} holders"
+        assert (refs > 0) + (block in free) + cached <= 1, f"{what}: in two states at once"
+        assert name is None or blocks.index.get(name) == block, f"{what}: its name leads elsewhere"
+        assert cached == (name is not None and not refs), f"{what}: cached without name, or named without being found"
+        used = refs > 0 or cached or block in free
+        mine = not self.shared or self.owner[block // blocks.per_slab] == number
+        assert used == mine, f"{what}: lost, or in another group's slab"
+        return refs > 0
 
     def _check_slabs(self) -> None:
-        if not self.shared:
-            return
         assert sorted(self.free_slabs) == [s for s in range(1, self.num_slabs) if self.owner[s] == NO_OWNER], (
             "free slabs"
         )
+        assert list(self.idle.values()) == sorted(self.idle.values()), "order of idle slabs"
+        for number, blocks in enumerate(self.groups):
+            idle = sum(self.owner[slab] == number for slab in self.idle)
+            assert idle == blocks.num_idle, f"group {number}: {idle} idle slabs, {blocks.num_idle} counted"
         for slab in range(1, self.num_slabs):
             if self.owner[slab] == NO_OWNER:
                 assert slab not in self.idle and not self.held_in[slab], f"slab {slab}: free but in use"

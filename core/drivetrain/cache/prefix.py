@@ -69,6 +69,13 @@ class Chain:
         """Tokens covered so far, a multiple of the unit."""
         return len(self.digests) * self._unit
 
+    def push(self, unit: bytes) -> bytes:
+        """Cover one unit more, given as little-endian int32 bytes; returns its digest."""
+        digest = hashlib.blake2b(self._parent + unit, digest_size=DIGEST_BYTES).digest()
+        self._parent = digest
+        self.digests.append(digest)
+        return digest
+
     def extend(self, tokens: np.ndarray, upto: int) -> None:
         """Cover all whole units of tokens[:upto]; ``tokens`` int32 begins at the sequence's first token."""
         first, last = len(self.digests), upto // self._unit

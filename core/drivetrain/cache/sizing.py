@@ -21,6 +21,7 @@ class GroupNeed:
     block_tokens: int
     alignment: int = 64
     window: int | None = None
+    checkpoint_alignment: int = 1
 
     @property
     def block_bytes(self) -> int:
@@ -51,6 +52,7 @@ class GroupPlan:
     num_blocks: int
     layer_offsets: tuple[int, ...]
     window: int | None = None
+    checkpoint_alignment: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,4 +151,5 @@ def _group(need: GroupNeed, stride: int, blocks_per_slab: int, num_blocks: int) 
         num_blocks=num_blocks,
         layer_offsets=tuple(i * need.layer_bytes for i in range(need.num_layers)),
         window=need.window,
+        checkpoint_alignment=need.checkpoint_alignment,
     )

@@ -30,6 +30,8 @@ def add(state: SchedulerState, asked: GenerateRequest, grammar: GrammarSession |
     state.next_order += 1
     state.requests[asked.request_id] = request
     state.waiting.append(request)
+    state.stuck = False
+    request.hint = lookup(state, request)
     if asked.fanout is not None:
         fanout = state.fanouts.setdefault(asked.fanout, Fanout(leader=asked.request_id, members=0))
         fanout.members += 1
@@ -38,7 +40,7 @@ def add(state: SchedulerState, asked: GenerateRequest, grammar: GrammarSession |
 def check(state: SchedulerState, asked: GenerateRequest) -> None:
     """RequestError naming what makes a request impossible."""
     num, most = len(asked.prompt_ids), state.config.max_model_len
-    if asked.request_id in state.requests:
+    if asked.request_id in state.requests or asked.request_id in state.pinned:
         raise RequestError(f"request {asked.request_id} is already queued", fix="number requests once")
     if num == 0:
         raise RequestError("the prompt is empty", fix="give at least one token", param="prompt")
@@ -70,7 +72,7 @@ def eligible(state: SchedulerState, request: Request) -> bool:
 def lookup(state: SchedulerState, request: Request) -> int:
     """Return how many of a waiting request's tokens the cache holds; at least one token is left to compute."""
     num = len(request.tokens)
-    if not state.caches(request) or request.asked.pooling is not None:
+    if not state.caches(request):
         return 0
     request.chain.extend(request.tokens, num)
     return state.cache.longest(request.chain.digests, num - 1, state.config.fixed_chunk)
@@ -79,12 +81,14 @@ def lookup(state: SchedulerState, request: Request) -> int:
 def open_row(state: SchedulerState, request: Request, hit: int, upto: int) -> bool:
     """Give a request a row holding ``hit`` cached tokens and room for ``upto``; False when blocks lack."""
     row = state.table.start(request, hit)
-    opened = state.cache.open(row, request.chain.digests, hit)
-    if not opened or not state.cache.extend(row, upto):
+    shared = state.cache.open(row, request.chain.digests, hit)
+    if shared is None or not state.cache.extend(row, upto):
         state.cache.close(row)
         state.table.stop(row)
+        state.stuck = True
         return False
     state.table.hashed[row] = hit // state.cache.unit
+    state.writing.shared(request.request_id, shared)
     return True
 
 
@@ -124,7 +128,9 @@ def announce(state: SchedulerState, request: Request, computed: int) -> None:
 
 def load_remote(state: SchedulerState, request: Request, hit: int, connector: Connector) -> bool | None:
     """Ask the connector for more than the cache has: True when a load began, False when blocks lack, None when it has
-    nothing to add."""
+    nothing to add. Connectors bring blocks of tokens; where there are recurrent states, none is asked."""
+    if state.cache.recurrent:
+        return None
     brings = min(connector.match(request.request_id, request.chain.digests, hit), len(request.tokens) - 1)
     brings = brings // state.cache.granule * state.cache.granule
     if brings <= hit:
@@ -133,6 +139,7 @@ def load_remote(state: SchedulerState, request: Request, hit: int, connector: Co
         return False
     request.state, request.remote_tokens = State.WAITING_REMOTE, brings
     state.remote[request.request_id] = request
+    state.cache.hold_back(request.row)
     connector.load(request.request_id, brings, state.cache.held(request.row))
     return True
 
@@ -144,19 +151,17 @@ def poll_connector(state: SchedulerState) -> None:
     events = state.connector.poll()
     for arrival in events.arrivals:
         request = state.remote.pop(arrival.request_id)
-        if request.failed:
-            state.ended.append(
-                state.finish(request, Finished(request_id=request.request_id, reason="abort", error=request.failed))
-            )
+        if request.doom is not None:
+            state.ended.append(state.finish(request, request.doom))
             continue
         hit = int(state.table.confirmed[request.row])
         valid = max(hit, min(arrival.num_tokens, request.remote_tokens) // state.cache.granule * state.cache.granule)
         row = request.row
-        state.table.confirmed[row] = state.table.reserved[row] = valid
+        state.table.arrived(row, valid)
+        state.cache.tell(row)
         announce(state, request, valid)
     for request_id in events.released:
-        for group, block in state.pinned.pop(request_id):
-            state.cache.pool.drop(group, block)
+        state.release(request_id)
 
 
 def abort(state: SchedulerState, request_id: int) -> Finished | None:
@@ -165,6 +170,6 @@ def abort(state: SchedulerState, request_id: int) -> Finished | None:
     if request is None:
         return None
     if request.state is State.WAITING_REMOTE:
-        request.failed = "aborted"
+        request.doom = Finished(request_id=request_id, reason="abort")
         return None
     return state.end(request, "abort")

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from drivetrain.sched.admission import announce, eligible, load_remote, lookup, open_row
+from drivetrain.sched.decoding import Decode, decode_part, worst_row
 from drivetrain.sched.plan import EMPTY, EmbedRun, PositionRun, StateExport, StepPlan
 from drivetrain.sched.policy import Candidate, Share
-from drivetrain.sched.request import Request, State
+from drivetrain.sched.request import Request
 from drivetrain.sched.state import SchedulerState
 
-NO_ROWS = np.zeros(0, np.int32)
+HINTS_A_STEP = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -23,86 +24,40 @@ class Prompts:
     starts: list[int] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
     sample: list[bool] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens so far."""
-        return sum(self.num_new)
+    num_tokens: int = 0
 
 
 def build_plan(state: SchedulerState) -> StepPlan | None:
     """Make the next plan, or None when nothing can run now."""
     before = state.totals.preemptions
-    decode, num_new = decode_part(state, state.config.max_num_batched_tokens)
+    budget = state.config.max_num_batched_tokens
+    decode = decode_part(state, budget)
     admits = state.totals.preemptions == before  # who has just lost a row must not take blocks back at once
-    prompts = prefill_part(state, state.config.max_num_batched_tokens - int(num_new.sum()), admits)
-    if not len(decode) and not prompts.rows:
-        if not state.in_flight and (victim := worst_row(state)) is not None and len(state.prefilling) > 1:
-            state.preempt(victim)  # rows in mid-prompt hold all blocks: none could ever go on
-            return build_plan(state)
-        return None
-    return assemble(state, decode, num_new, prompts)
+    prompts = prefill_part(state, budget - decode.num_tokens, admits)
+    if len(decode.rows) or prompts.rows:
+        return assemble(state, decode, prompts)
+    return build_plan(state) if not state.in_flight and admits and unstick(state) else None
 
 
-def decode_part(state: SchedulerState, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the rows that decode in this step and allocate for them; returns rows and query tokens of each.
+def unstick(state: SchedulerState) -> bool:
+    """Make room when blocks lack and nothing is in flight that could free some; False when there is nothing to try.
 
-    A row near its length limit waits until what is in flight is known, so that the limit is never overrun.
+    Rows in mid-prompt may hold all blocks, so that none can go on. One alone, or none, may lack blocks only because
+    those of its prefix lie scattered over slabs: it then begins again without them.
     """
-    rows = state.rows_decoding()
-    if not len(rows):
-        return NO_ROWS, NO_ROWS
-    table = state.table
-    room = table.limit[rows] - 1 - table.reserved[rows]
-    ready = (room > 0) & ~table.unsampled[rows]
-    if not ready.all():
-        rows, room = rows[ready], room[ready]
-    if state.config.max_drafts:
-        num_new = np.where(table.late[rows], 1, np.minimum(room, 1 + state.config.max_drafts)).astype(np.int32)
-    else:
-        num_new = np.ones(len(rows), np.int32)
-    if int(num_new.sum()) > budget:
-        turn = state.next_plan % len(rows)
-        rows, num_new = np.roll(rows, -turn), np.roll(num_new, -turn)
-        fits = np.cumsum(num_new) <= budget
-        rows, num_new = rows[fits], num_new[fits]
-    rows, num_new = _allocate(state, rows, num_new)
-    if state.config.max_drafts:
-        order = np.argsort(num_new > 1, kind="stable")
-        rows, num_new = rows[order], num_new[order]
-    return rows, num_new
-
-
-def _allocate(state: SchedulerState, rows: np.ndarray, num_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slide windows, then give every row its blocks; rows are preempted, worst first, until the others have theirs."""
-    table = state.table
-    if state.config.max_drafts:
-        state.cache.slide(rows, table.confirmed[rows] + table.in_flight[rows])
-    else:
-        state.cache.slide(rows, table.reserved[rows])
-    while len(rows):
-        if state.cache.extend_rows(rows, table.reserved[rows] + num_new) is None:
-            break
+    if state.prefilling:
         victim = worst_row(state)
-        assert victim is not None, "a decoding row is running"
+        assert victim is not None, "a row in mid-prompt is running"
+        alone = len(state.prefilling) == 1
         state.preempt(victim)
-        keep = rows != victim
-        rows, num_new = rows[keep], num_new[keep]
-    return rows, num_new
-
-
-def worst_row(state: SchedulerState) -> int | None:
-    """Return the row to preempt: the highest priority number, then the latest arrival."""
-    rows = [*state.decoding, *state.prefilling]
-    if not rows:
-        return None
-
-    def rank(row: int) -> tuple[int, int]:
-        request = state.table.requests[row]
-        assert request is not None
-        return request.asked.priority, request.order
-
-    return max(rows, key=rank)
+        if alone:
+            state.cache.pool.clear_index()
+        return True
+    if state.stuck and any(group.index for group in state.cache.pool.groups):
+        state.stuck = False
+        state.cache.pool.clear_index()
+        return True
+    return False
 
 
 def prefill_part(state: SchedulerState, budget: int, admits: bool) -> Prompts:
@@ -110,42 +65,46 @@ def prefill_part(state: SchedulerState, budget: int, admits: bool) -> Prompts:
     prompts = Prompts()
     if budget < 1 or not (state.prefilling or state.waiting):
         return prompts
-    table = state.table
-    waiting = [r for r in state.waiting if eligible(state, r)] if admits and table.num_free else []
+    admits = admits and not state.stuck and state.table.num_free > 0
+    waiting = [r for r in state.waiting if eligible(state, r)] if admits else []
     requests = [*state.prefilling.values(), *waiting]
-    candidates = [
-        Candidate(
-            remaining=int(table.target[r.row] - table.reserved[r.row]) if r.row >= 0 else len(r.tokens),
-            order=r.order,
-            priority=r.asked.priority,
-            skipped=r.skipped,
-        )
-        for r in requests
-    ]
+    if not requests:
+        return prompts
+    _refresh_hints(state, waiting)
+    candidates = [_candidate(state, request) for request in requests]
     served: set[int] = set()
-    blocked = False
     for share in state.policy(candidates, budget, state.next_plan):
         left = budget - prompts.num_tokens
         if left < 1:
             break
         request = requests[share.index]
-        if share.index in served or (blocked and request.row < 0):
-            continue
-        took = serve(state, request, share, left, prompts)
-        if took:
+        if share.index not in served and serve(state, request, share, left, prompts):
             served.add(share.index)
-        elif request.row < 0 and request.state is State.WAITING:
-            blocked = True
-    for index, request in enumerate(requests):
-        request.skipped = 0 if index in served else request.skipped + 1
+    for at, request in enumerate(requests):
+        request.skipped = 0 if at in served else request.skipped + 1
     return prompts
+
+
+def _candidate(state: SchedulerState, request: Request) -> Candidate:
+    if request.row >= 0:
+        remaining = int(state.table.target[request.row] - state.table.reserved[request.row])
+    else:
+        remaining = len(request.tokens) - request.hint
+    return Candidate(remaining, request.order, request.asked.priority, request.skipped)
+
+
+def _refresh_hints(state: SchedulerState, waiting: list[Request]) -> None:
+    """Ask again, for a few waiting requests in turn, how much of them is cached."""
+    for i in range(min(HINTS_A_STEP, len(waiting))):
+        request = waiting[(state.next_plan * HINTS_A_STEP + i) % len(waiting)]
+        request.hint = lookup(state, request)
 
 
 def serve(state: SchedulerState, request: Request, share: Share, left: int, prompts: Prompts) -> bool:
     """Give one request its turn; False when it gets none (no row, no blocks, or a fixed chunk that does not fit)."""
-    most = min(left, share.cap) if share.cap else left
+    most = min(left, max(share.cap, state.config.fixed_chunk)) if share.cap else left
     if request.row < 0:
-        return _admit(state, request, most, prompts)
+        return not state.stuck and _admit(state, request, most, prompts)
     row = request.row
     begin = int(state.table.reserved[row])
     num = chunk(state, begin, int(state.table.target[row]), most)
@@ -161,16 +120,20 @@ def serve(state: SchedulerState, request: Request, share: Share, left: int, prom
 def _admit(state: SchedulerState, request: Request, most: int, prompts: Prompts) -> bool:
     if not state.table.num_free:
         return False
-    hit = lookup(state, request)
-    if state.connector is not None and request.asked.pooling is None:
-        request.chain.extend(request.tokens, len(request.tokens))
+    hit = request.hint = lookup(state, request)
+    if state.connector is not None and state.caches(request):
         loading = load_remote(state, request, hit, state.connector)
         if loading is not None:
             if loading:
                 state.waiting.remove(request)
             return False
     num = chunk(state, hit, len(request.tokens), most)
-    if not num or not _headroom(state) or not open_row(state, request, hit, hit + num):
+    if not num:
+        return False
+    if not _headroom(state):
+        state.stuck = True
+        return False
+    if not open_row(state, request, hit, hit + num):
         return False
     state.waiting.remove(request)
     announce(state, request, hit)
@@ -199,10 +162,11 @@ def chunk(state: SchedulerState, begin: int, target: int, most: int) -> int:
 
 def _append(state: SchedulerState, request: Request, begin: int, num: int, prompts: Prompts) -> None:
     table, row = state.table, request.row
-    table.reserve(np.array([row]), np.array([num], np.int32))
+    table.reserve(np.array([row]), np.array([begin + num], np.int32))
     prompts.rows.append(row)
     prompts.starts.append(begin)
     prompts.num_new.append(num)
+    prompts.num_tokens += num
     ends = begin + num == int(table.target[row])
     prompts.sample.append(ends)
     if not ends:
@@ -215,35 +179,38 @@ def _append(state: SchedulerState, request: Request, begin: int, num: int, promp
         state.fanouts[request.asked.fanout].written = True
 
 
-def assemble(state: SchedulerState, decode: np.ndarray, num_decode_new: np.ndarray, prompts: Prompts) -> StepPlan:
+def assemble(state: SchedulerState, decode: Decode, prompts: Prompts) -> StepPlan:
     """Put the parts together, count what is reserved, and publish prompt blocks for the plans that follow."""
-    table = state.table
-    if len(decode):
-        table.reserve(decode, num_decode_new)
-    num_verify = int((num_decode_new > 1).sum())
-    rows = np.concatenate([decode, np.array(prompts.rows, np.int32)]) if prompts.rows else decode
+    table, ones, num_decode = state.table, state.ones, len(decode.rows)
     plan_id = state.next_plan
     state.next_plan += 1
-    state.in_flight.add(plan_id)
-    exports = _exports(state, prompts, len(decode))
-    published = _publish(state, prompts)
-    if published:
-        state.published[plan_id] = published
-    late = table.late[rows] & np.concatenate([np.ones(len(decode), bool), np.array(prompts.sample, bool)])
-    table.unsampled[rows[late]] = True
+    state.in_flight[plan_id] = [table.at(row).request_id for row in prompts.rows]
+    rows, index, num_new, bounds = decode.rows, decode.index, decode.num_new, decode.bounds
+    table.reserve(index, bounds)
+    start, sample = ones.minus(num_decode), ones.trues(num_decode)
+    exports: tuple[StateExport, ...] = ()
+    if prompts.rows:
+        rows = np.concatenate([rows, np.array(prompts.rows, np.int32)])
+        index = rows.astype(np.intp)
+        num_new = np.concatenate([num_new, np.array(prompts.num_new, np.int32)])
+        start = np.concatenate([start, np.array(prompts.starts, np.int32)])
+        sample = np.concatenate([sample, np.array(prompts.sample, bool)])
+        bounds = np.concatenate([bounds, table.reserved[index[num_decode:]]])
+        exports, states = _exports(state, prompts, num_decode)
+        state.writing.note(plan_id, _publish(state, prompts) + states)
     changes = state.cache.take_changes()
     starts, state.starts = tuple(state.starts), []
     ends, state.ends = tuple(state.ends), []
     return StepPlan(
         plan_id=plan_id,
         rows=rows,
-        epochs=table.epoch[rows],
-        num_new=_joined(num_decode_new, prompts.num_new),
-        start=_joined(np.full(len(decode), -1, np.int32), prompts.starts),
-        bounds=table.reserved[rows],
-        sample=np.concatenate([np.ones(len(decode), bool), np.array(prompts.sample, bool)]),
-        num_decode=len(decode) - num_verify,
-        num_verify=num_verify,
+        epochs=table.epoch[index],
+        num_new=num_new,
+        start=start,
+        bounds=bounds,
+        sample=sample,
+        num_decode=num_decode - decode.num_verify,
+        num_verify=decode.num_verify,
         prompt_ids=_prompt_ids(state, prompts),
         starts=starts,
         ends=ends,
@@ -251,14 +218,16 @@ def assemble(state: SchedulerState, decode: np.ndarray, num_decode_new: np.ndarr
         zeroed=changes.zeroed,
         copies=changes.copies,
         exports=exports,
-        late_rows=tuple(np.flatnonzero(late).tolist()),
-        embeds=_embeds(state, prompts, int(num_decode_new.sum())),
-        positions=_positions(state, prompts, int(num_decode_new.sum())),
+        late_rows=_late_rows(state, index, sample) if table.num_late else (),
+        embeds=_embeds(state, prompts, decode.num_tokens),
+        positions=_positions(state, prompts, decode.num_tokens),
     )
 
 
-def _joined(decode: np.ndarray, prompts: list[int]) -> np.ndarray:
-    return np.concatenate([decode, np.array(prompts, np.int32)]) if prompts else decode
+def _late_rows(state: SchedulerState, index: np.ndarray, sample: np.ndarray) -> tuple[int, ...]:
+    late = state.table.late[index] & sample
+    state.table.unsampled[index[late]] = True
+    return tuple(np.flatnonzero(late).tolist())
 
 
 def _prompt_ids(state: SchedulerState, prompts: Prompts) -> np.ndarray:
@@ -267,45 +236,50 @@ def _prompt_ids(state: SchedulerState, prompts: Prompts) -> np.ndarray:
     return np.concatenate(chunks) if chunks else EMPTY
 
 
-def _publish(state: SchedulerState, prompts: Prompts) -> list[tuple[int, int]]:
-    """Name prompt blocks that this plan fills: plans ordered after it may share them."""
-    new: list[tuple[int, int]] = []
+def _publish(state: SchedulerState, prompts: Prompts) -> list[tuple[int, int, int]]:
+    """Name prompt blocks that this plan fills, so that plans ordered after it may share them."""
+    new: list[tuple[int, int, int]] = []
+    table, unit = state.table, state.cache.unit
     for row in prompts.rows:
-        request = state.table.requests[row]
-        assert request is not None
-        if state.caches(request) and request.asked.pooling is None:
-            upto = int(state.table.reserved[row])
-            request.chain.extend(state.table.tokens[row], upto)
-            new += state.cache.publish(row, request.chain.digests, upto)
-            state.table.hashed[row] = upto // state.cache.unit
+        request = table.at(row)
+        if state.caches(request):
+            units = int(table.reserved[row]) // unit
+            request.chain.extend(table.tokens[row], units * unit)
+            named = state.cache.publish(row, request.chain.digests, int(table.hashed[row]), units)
+            new += [(group, block, request.request_id) for group, block in named]
+            table.hashed[row] = units
     return new
 
 
-def _exports(state: SchedulerState, prompts: Prompts, num_decode: int) -> tuple[StateExport, ...]:
-    """Checkpoint recurrent states at unit boundaries inside the chunks of this plan."""
+def _exports(
+    state: SchedulerState, prompts: Prompts, num_decode: int
+) -> tuple[tuple[StateExport, ...], list[tuple[int, int, int]]]:
+    """Checkpoint recurrent states at unit boundaries inside the chunks of this plan; the second value: their blocks."""
     found: list[StateExport] = []
-    every = max(state.config.checkpoint_tokens // state.cache.unit, 1) * state.cache.unit
+    written: list[tuple[int, int, int]] = []
+    every = max(state.config.checkpoint_tokens // state.cache.granule, 1) * state.cache.granule
     for group in state.cache.recurrent:
         parts = zip(prompts.rows, prompts.starts, prompts.num_new, strict=True)
         for index, (row, begin, num) in enumerate(parts, num_decode):
-            request = state.table.requests[row]
-            assert request is not None
-            if not state.caches(request) or request.asked.pooling is not None:
+            request = state.table.at(row)
+            if not state.caches(request):
                 continue
             request.chain.extend(state.table.tokens[row], begin + num)
             for at in range((begin // every + 1) * every, begin + num + 1, every):
+                if (at - begin) % group.plan.checkpoint_alignment:
+                    continue
                 block = state.cache.checkpoint(group, request.chain.digests, at)
                 if block:
                     found.append(StateExport(group=group.number, index=index, offset=at - begin, block=block))
-    return tuple(found)
+                    written.append((group.number, block, request.request_id))
+    return tuple(found), written
 
 
 def _embeds(state: SchedulerState, prompts: Prompts, offset: int) -> tuple[EmbedRun, ...]:
     """Embeddings for the prompt tokens of this plan that have them; generated tokens have ids."""
     runs = []
     for row, begin, num in zip(prompts.rows, prompts.starts, prompts.num_new, strict=True):
-        request = state.table.requests[row]
-        assert request is not None
+        request = state.table.at(row)
         values = request.asked.embeds
         if values is not None and begin < len(values):
             runs.append(EmbedRun(offset=offset, values=values[begin : begin + num]))
@@ -317,8 +291,7 @@ def _positions(state: SchedulerState, prompts: Prompts, offset: int) -> tuple[Po
     """Positions of three rows for the prompt tokens of this plan; generated tokens go on from the largest."""
     runs = []
     for row, begin, num in zip(prompts.rows, prompts.starts, prompts.num_new, strict=True):
-        request = state.table.requests[row]
-        assert request is not None
+        request = state.table.at(row)
         given = request.asked.positions
         if given is not None:
             after = int(given.max()) + 1 + np.arange(max(0, begin + num - given.shape[1]), dtype=np.int32)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from drivetrain.params import Finished, StepOutputs, TokenLogprobs
-from drivetrain.sched.plan import StepPlan, StepResult
+from drivetrain.sched.failing import drop_lost, fail_step
+from drivetrain.sched.plan import EMPTY, StepPlan, StepResult
 from drivetrain.sched.request import Request, stop_ids
 from drivetrain.sched.state import SchedulerState
+
+UNITS_AT_LEAST = 8
+NO_IDS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """Tokens that a step added. ``valid`` [B, m]: which places count; ``stopped``: batch row -> reason and end token, for
-    rows that met an end token or their limit."""
+    """Tokens that a step added. ``valid`` [B, m]: which places count; ``stopped``: batch row -> reason and end token,
+    for rows that met an end token or their limit."""
 
     valid: np.ndarray
     stopped: dict[int, tuple[str, int | None]]
@@ -23,38 +27,57 @@ class Drawn:
 
 def commit_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> StepOutputs:
     """Take a plan's result in; plans are committed in the order in which they were made."""
-    state.in_flight.discard(plan.plan_id)
-    published = state.published.pop(plan.plan_id, [])
-    alive = state.table.epoch[plan.rows] == plan.epochs
-    everyone = bool(alive.all())
-    if result.failure:
-        return _failed(state, plan, result, alive, published)
+    table = state.table
+    prompts = state.in_flight.pop(plan.plan_id)
+    for request_id in result.transfers_done:
+        state.release(request_id)
+    if result.invalid_blocks:
+        drop_lost(state, result.invalid_blocks)
+    rows = plan.rows.astype(np.intp)
+    alive = table.epoch[rows] == plan.epochs
+    everyone = np.count_nonzero(alive) == len(rows)
     if not everyone:
         _departed(state, plan, result, np.flatnonzero(~alive))
-    index = np.arange(plan.num_rows) if everyone else np.flatnonzero(alive)
-    rows, num_new = plan.rows[index], plan.num_new[index]
-    counts, tokens = result.counts[index], result.tokens[index]
-    kept = np.where(plan.start[index] >= 0, num_new, counts)
-    state.table.confirm(rows, num_new, kept)
+    if result.failure:
+        ended = fail_step(state, plan.plan_id, result.failure, rows[alive], prompts)
+        return _outputs(state, ended, NO_IDS, EMPTY, EMPTY)
+    state.writing.done(plan.plan_id)
+    index = alive.nonzero()[0]
+    num_new, start, counts, tokens = plan.num_new, plan.start, result.counts, result.tokens
+    if not everyone:
+        rows, num_new, start = rows[index], num_new[index], start[index]
+        counts, tokens = counts[index], tokens[index]
+    exact = not plan.num_verify and np.count_nonzero(counts) == len(rows) and not len(result.non_finite)
+    kept = num_new if exact else np.where(start >= 0, num_new, counts)
+    confirmed = table.confirm(rows, num_new, kept)
     drawn = _append(state, rows, counts, tokens)
-    ids = state.table.request_id[rows]
-    accepted = drawn.valid.sum(1, dtype=np.int32)
-    some = accepted > 0
-    out_ids, out_counts, out_tokens = ids[some], accepted[some], tokens[drawn.valid]
-    reports = _reports(state, result, rows, index, drawn)
-    refused = _grammar(state, rows, tokens, drawn)
-    _publish(state, rows)
+    reports = _reports(state, result, rows, index, drawn) if result.logprobs is not None else ()
+    refused = _grammar(state, rows, tokens, drawn) if table.num_late else {}
+    ids, accepted, out_tokens = _columns(table.request_id[rows], tokens, drawn.valid)
+    if state.config.prefix_caching:
+        _publish(state, rows, confirmed)
     ended = _ends(state, result, rows, index, drawn, refused) if _any_end(result, drawn, refused) else []
+    outputs = _outputs(state, ended, ids, accepted, out_tokens)
+    return replace(outputs, logprobs=reports) if reports else outputs
+
+
+def _columns(ids: np.ndarray, tokens: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return request ids, counts and tokens of the rows that have any."""
+    if np.count_nonzero(valid) == len(valid) and tokens.shape[1] == 1:
+        return ids, valid[:, 0].astype(np.int32), tokens[:, 0]
+    counts = valid.sum(1, dtype=np.int32)
+    some = counts > 0
+    return ids[some], counts[some], tokens[valid]
+
+
+def _outputs(
+    state: SchedulerState, ended: list[Finished], ids: np.ndarray, counts: np.ndarray, tokens: np.ndarray
+) -> StepOutputs:
+    """Return tokens, what has started, and what has ended since that was last told."""
     started, state.started = tuple(state.started), []
     others, state.ended = tuple(state.ended), []
-    return StepOutputs(
-        request_ids=out_ids,
-        counts=out_counts,
-        tokens=out_tokens,
-        started=started,
-        finished=(*others, *ended),
-        logprobs=reports,
-    )
+    finished = (*others, *ended)
+    return StepOutputs(request_ids=ids, counts=counts, tokens=tokens, started=started, finished=finished)
 
 
 def _append(state: SchedulerState, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> Drawn:
@@ -64,22 +87,21 @@ def _append(state: SchedulerState, rows: np.ndarray, counts: np.ndarray, tokens:
     stopped: dict[int, tuple[str, int | None]] = {}
     active = counts > 0
     for place in range(tokens.shape[1]):
-        index = np.flatnonzero(active)
+        index = active.nonzero()[0]
         if not len(index):
             break
-        here, drew = rows[index], tokens[index, place]
-        table.append(here, drew)
-        stop = (drew[:, None] == table.stops[here]).any(1)
-        if table.many_stops:
-            for i, row in enumerate(here.tolist()):
-                if row in table.many_stops:
-                    stop[i] = int(drew[i]) in table.many_stops[row]
-        full = table.known[here] >= table.limit[here]
+        every = len(index) == len(rows)
+        here = rows if every else rows[index]
+        drew = tokens[:, place] if every else tokens[index, place]
+        known = table.append(here, drew)
+        stop = table.stops_at(here, drew)
         valid[index, place] = ~stop
-        for i in np.flatnonzero(stop | full).tolist():
-            stopped[int(index[i])] = ("stop", int(drew[i])) if stop[i] else ("length", None)
-        active = counts > place + 1
-        if stopped:
+        over = stop | (known >= table.limit[here])
+        if np.count_nonzero(over):
+            for i in over.nonzero()[0].tolist():
+                stopped[int(index[i])] = ("stop", int(drew[i])) if stop[i] else ("length", None)
+        if place + 1 < tokens.shape[1]:
+            active = counts > place + 1
             active[list(stopped)] = False
     return Drawn(valid, stopped)
 
@@ -89,16 +111,14 @@ def _reports(
 ) -> tuple[tuple[int, TokenLogprobs], ...]:
     """Turn the result's log-probabilities into values, for tokens that count and requests that asked."""
     lines = result.logprobs
-    if lines is None:
-        return ()
+    assert lines is not None, "asked for only where there are any"
     place_of = {int(batch): i for i, batch in enumerate(index)}
     found = []
     for i in range(len(lines.index)):
         at, place = place_of.get(int(lines.index[i])), int(lines.place[i])
         if at is None or not drawn.valid[at, place]:
             continue
-        request = state.table.requests[int(rows[at])]
-        assert request is not None
+        request = state.table.at(int(rows[at]))
         most = request.asked.sampling.logprobs
         if most is None:
             continue
@@ -120,31 +140,44 @@ def _reports(
 def _grammar(state: SchedulerState, rows: np.ndarray, tokens: np.ndarray, drawn: Drawn) -> dict[int, str]:
     """Move automata on; returns batch rows whose automaton refuses a token that was drawn under its own mask."""
     refused: dict[int, str] = {}
-    if not state.table.late[rows].any():
-        return refused
     for at in np.flatnonzero(state.table.late[rows]).tolist():
-        request = state.table.requests[int(rows[at])]
-        assert request is not None and request.grammar is not None
+        grammar = state.table.at(int(rows[at])).grammar
+        assert grammar is not None, "late rows have a grammar"
         for token in tokens[at][drawn.valid[at]].tolist():
-            if not request.grammar.accept(int(token)):
+            if not grammar.accept(int(token)):
                 refused[at] = f"its grammar does not allow token {token}"
                 break
     return refused
 
 
-def _publish(state: SchedulerState, rows: np.ndarray) -> None:
-    """Name the blocks of decoding rows whose last unit is confirmed now."""
+def _publish(state: SchedulerState, rows: np.ndarray, confirmed: np.ndarray) -> None:
+    """Name the blocks of decoding rows whose next unit is confirmed now.
+
+    At most about twice as many rows a step as complete a unit on average: where many do so at once, the rest follow
+    with the next steps, and each at the latest when it leaves its row.
+    """
     table, unit = state.table, state.cache.unit
-    units = table.confirmed[rows] // unit
-    for at in np.flatnonzero(units > table.hashed[rows]).tolist():
-        row = int(rows[at])
-        request = table.requests[row]
-        assert request is not None
-        table.hashed[row] = units[at]
-        if state.config.prefix_caching and request.asked.pooling is None:
-            confirmed = int(table.confirmed[row])
-            request.chain.extend(table.tokens[row], confirmed)
-            state.cache.publish(row, request.chain.digests, confirmed)
+    units = table.hashed[rows]
+    due = (confirmed >= (units + 1) * unit).nonzero()[0]
+    if not len(due):
+        return
+    due = due[: UNITS_AT_LEAST + 2 * (1 + state.config.max_drafts) * len(rows) // unit]
+    rows, units = rows[due], units[due]
+    table.hashed[rows] = units + 1
+    columns = (units * unit)[:, None] + np.arange(unit)
+    data, size = table.tokens[rows[:, None], columns].astype("<i4", copy=False).tobytes(), 4 * unit
+    digests, keep = [], []
+    for i, (row, number) in enumerate(zip(rows.tolist(), units.tolist(), strict=True)):
+        request = table.at(row)
+        if request.asked.pooling is not None:
+            continue
+        chain = request.chain
+        if len(chain.digests) > number:
+            digests.append(chain.digests[number])
+        else:
+            digests.append(chain.push(data[i * size : (i + 1) * size]))
+        keep.append(i)
+    state.cache.publish_units(rows[keep], units[keep], digests)
 
 
 def _any_end(result: StepResult, drawn: Drawn, refused: dict[int, str]) -> bool:
@@ -160,24 +193,26 @@ def _ends(
     refused: dict[int, str],
 ) -> list[Finished]:
     """End the requests that are done, and those that failed by themselves."""
-    ended: list[Finished] = []
-    broken = {int(at): "the model's logits were not finite" for at in np.flatnonzero(np.isin(index, result.non_finite))}
-    vectors = dict(result.pooled)
-    for at, reason in {**broken, **refused}.items():
-        ended.append(state.fail(_at(state, rows, at), reason))
+    ended: list[Finished | None] = []
+    broken = np.flatnonzero(np.isin(index, result.non_finite)).tolist() if len(result.non_finite) else []
+    for at in broken:
+        request = state.table.at(int(rows[at]))
+        state.cache.withdraw(request.chain.digests)
+        ended.append(state.fail(request, "the model's logits were not finite"))
+    for at, reason in refused.items():
+        if at not in broken:
+            ended.append(state.fail(state.table.at(int(rows[at])), reason))
     for at, (why, token) in drawn.stopped.items():
         if at not in broken and at not in refused:
-            ended.append(state.end(_at(state, rows, at), "stop" if why == "stop" else "length", token))
+            request = state.table.at(int(rows[at]))
+            ended.append(state.end(request, "stop" if why == "stop" else "length", token))
+    vectors = dict(result.pooled)
     for at, number in enumerate(index.tolist()) if vectors else ():
         if number in vectors and at not in broken:
-            request = _at(state, rows, at)
-            ended.append(
-                state.finish(
-                    request,
-                    Finished(request_id=request.request_id, reason="stop", pooled=_pooled(request, vectors[number])),
-                )
-            )
-    return ended
+            request = state.table.at(int(rows[at]))
+            end = Finished(request_id=request.request_id, reason="stop", pooled=_pooled(request, vectors[number]))
+            ended.append(state.finish(request, end))
+    return [end for end in ended if end is not None]
 
 
 def _pooled(request: Request, vector: np.ndarray) -> np.ndarray:
@@ -187,29 +222,24 @@ def _pooled(request: Request, vector: np.ndarray) -> np.ndarray:
     return vector
 
 
-def _at(state: SchedulerState, rows: np.ndarray, at: int) -> Request:
-    request = state.table.requests[int(rows[at])]
-    assert request is not None
-    return request
-
-
 def _departed(state: SchedulerState, plan: StepPlan, result: StepResult, lost: np.ndarray) -> None:
     """Accept tokens of requests that were preempted after this plan was made; drop those of ended ones."""
     for at in lost.tolist():
         epoch = int(plan.epochs[at])
-        left = state.departed_plans.get(epoch, 0) - 1
-        if left > 0:
+        left = state.departed_plans[epoch] - 1
+        if left:
             state.departed_plans[epoch] = left
         else:
-            state.departed_plans.pop(epoch, None)
+            del state.departed_plans[epoch]
         request = state.departed.get(epoch)
         if request is None:
             continue
-        if left <= 0:
-            del state.departed[epoch]
-            request.departed.discard(epoch)
-        if not result.failure:
-            _late_tokens(state, request, result.tokens[at, : result.counts[at]])
+        if result.failure or at in result.non_finite:
+            state.drop_flights(request)  # what follows in this epoch came of nothing
+            continue
+        if not left:
+            state.drop_flights(request)
+        _late_tokens(state, request, result.tokens[at, : result.counts[at]])
 
 
 def _late_tokens(state: SchedulerState, request: Request, tokens: np.ndarray) -> None:
@@ -223,7 +253,9 @@ def _late_tokens(state: SchedulerState, request: Request, tokens: np.ndarray) ->
             break
         kept.append(token)
         if request.grammar is not None and not request.grammar.accept(token):
-            state.ended.append(state.fail(request, f"its grammar does not allow token {token}"))
+            end = state.fail(request, f"its grammar does not allow token {token}")
+            assert end is not None, "a request without a row is not loading"
+            state.ended.append(end)
             return
         if len(request.tokens) + len(kept) >= request.limit:
             over = ("length", None)
@@ -233,34 +265,3 @@ def _late_tokens(state: SchedulerState, request: Request, tokens: np.ndarray) ->
         state.late_outputs.append((request.request_id, kept))
     if over is not None:
         state.ended.append(state.end(request, "stop" if over[0] == "stop" else "length", over[1]))
-
-
-def _failed(
-    state: SchedulerState, plan: StepPlan, result: StepResult, alive: np.ndarray, published: list[tuple[int, int]]
-) -> StepOutputs:
-    """A step failed: withdraw what it was to write, and end its requests and those that already use it."""
-    message = f"the step failed: {result.failure}"
-    _departed(state, plan, result, np.flatnonzero(~alive))
-    doomed: dict[int, Request] = {}
-    for row in plan.rows[alive].tolist():
-        request = state.table.requests[row]
-        assert request is not None
-        state.table.in_flight[row] -= 1
-        doomed[request.request_id] = request
-    lost = set(published)
-    for row, other in enumerate(state.table.requests):
-        if other is not None and lost.intersection(state.cache.held(row)):
-            doomed[other.request_id] = other
-    for group, block in published:
-        state.cache.pool.unname(group, block)
-    ended = [state.fail(request, message) for request in doomed.values()]
-    others, state.ended = tuple(state.ended), []
-    started, state.started = tuple(state.started), []
-    empty = np.zeros(0, np.int32)
-    return StepOutputs(
-        request_ids=np.zeros(0, np.int64),
-        counts=empty,
-        tokens=empty,
-        started=started,
-        finished=(*others, *ended),
-    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from drivetrain.errors import ConfigError
 
 AGED_STEPS = 16
-AGED_EVERY = 4
+AGED_EVERY = 16
 AGED_SHARE = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A request with prompt tokens to compute. ``remaining``: those not known to be cached; ``order``: arrival number;
     ``skipped``: steps in a row that passed it over; ``priority``: lower goes first."""
 
@@ -52,8 +52,8 @@ def shortest_uncached_first(candidates: Sequence[Candidate], budget: int, step: 
 
 
 def fair(candidates: Sequence[Candidate], budget: int, step: int) -> Sequence[Share]:
-    """Shortest first, but every fourth step a quarter of the budget goes to the oldest prompt that was passed over for
-    sixteen steps, so that none waits for ever and short ones lose at most a sixteenth of their speed."""
+    """Shortest first, but every sixteenth step a quarter of the budget goes to the oldest prompt that was passed over
+    for sixteen steps. So none waits for ever, and a burst of short prompts is late by at most one step in 64."""
     shares = list(shortest_uncached_first(candidates, budget, step))
     if step % AGED_EVERY == 0:
         aged = [i for i, one in enumerate(candidates) if one.skipped >= AGED_STEPS]

@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 
 from drivetrain.cache.prefix import Chain
-from drivetrain.params import GenerateRequest
+from drivetrain.params import Finished, GenerateRequest
 from drivetrain.sched.grammar import GrammarSession
 
 NO_EPOCH = 0
@@ -50,7 +50,8 @@ class Request:
     num_cached: int = 0
     remote_tokens: int = 0
     departed: set[int] = field(default_factory=set)  # epochs of lost rows that still have plans in flight
-    failed: str = ""
+    hint: int = 0  # tokens that the cache had when it was last asked; a policy's estimate, nothing more
+    doom: Finished | None = None  # how it ends once what is loading for it has arrived
 
     @property
     def request_id(self) -> int:
@@ -80,8 +81,9 @@ class RequestTable:
         self.in_flight = np.zeros(max_rows, np.int32)
         self.late = np.zeros(max_rows, bool)
         self.unsampled = np.zeros(max_rows, bool)  # a late row whose last plan has not been sampled
-        self.reports = np.zeros(max_rows, bool)  # asks for log-probabilities
-        self.stops = np.full((max_rows, STOP_SLOTS), -1, np.int32)
+        self.num_late = 0
+        self.stops = np.full((STOP_SLOTS, max_rows), -1, np.int32)
+        self.stops_used = 1  # slots of ``stops`` that any request has ever used
         self.many_stops: dict[int, frozenset[int]] = {}
         self.tokens = np.zeros((max_rows, max_tokens + 1), np.int32)
         self._free = list(range(max_rows - 1, -1, -1))
@@ -107,15 +109,16 @@ class RequestTable:
         self.hashed[row] = 0
         self.in_flight[row] = 0
         self.late[row] = request.grammar is not None
+        self.num_late += request.grammar is not None
         self.unsampled[row] = False
-        self.reports[row] = request.asked.sampling.logprobs is not None
         self.tokens[row, :known] = request.tokens
         stops = stop_ids(request.asked)
-        self.stops[row] = -1
+        self.stops[:, row] = -1
         if len(stops) > STOP_SLOTS:
             self.many_stops[row] = frozenset(stops)
         else:
-            self.stops[row, : len(stops)] = stops
+            self.stops[: len(stops), row] = stops
+            self.stops_used = max(self.stops_used, len(stops))
         return row
 
     def stop(self, row: int) -> Request:
@@ -128,25 +131,56 @@ class RequestTable:
         request.row = -1
         self.requests[row] = None
         self.epoch[row] = NO_EPOCH
+        self.num_late -= request.grammar is not None
         self.many_stops.pop(row, None)
         self._free.append(row)
         return request
 
-    def reserve(self, rows: np.ndarray, num_new: np.ndarray) -> None:
-        """A plan computes up to that many tokens more for each row."""
-        self.reserved[rows] += num_new
+    def at(self, row: int) -> Request:
+        """Return the request of a row that has one."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} has no request"
+        return request
+
+    def arrived(self, row: int, valid: int) -> None:
+        """What was loading for a row has come: so many of its tokens are valid now."""
+        self.confirmed[row] = self.reserved[row] = valid
+
+    def reserve(self, rows: np.ndarray, bounds: np.ndarray) -> None:
+        """A plan computes tokens for each row, so that it holds at most ``bounds`` when the plan is done."""
+        self.reserved[rows] = bounds
         self.in_flight[rows] += 1
 
-    def confirm(self, rows: np.ndarray, num_new: np.ndarray, kept: np.ndarray) -> None:
-        """A plan is done: of ``num_new`` tokens computed for each row, ``kept`` stay valid."""
-        self.confirmed[rows] += kept
-        self.reserved[rows] -= num_new - kept
+    def confirm(self, rows: np.ndarray, num_new: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """A plan is done: of ``num_new`` tokens computed for each row, ``kept`` stay valid; returns what is valid."""
+        confirmed: np.ndarray = self.confirmed[rows] + kept
+        self.confirmed[rows] = confirmed
+        if kept is not num_new:
+            self.reserved[rows] -= num_new - kept
+        self.in_flight[rows] -= 1
+        return confirmed
+
+    def give_up(self, rows: np.ndarray) -> None:
+        """A plan failed: it is not in flight any more, and computed nothing."""
         self.in_flight[rows] -= 1
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """One drawn token of each row becomes known."""
-        self.tokens[rows, self.known[rows]] = tokens
-        self.known[rows] += 1
+    def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """One drawn token of each row becomes known; returns how many each knows."""
+        known: np.ndarray = self.known[rows]
+        self.tokens[rows, known] = tokens
+        known += 1
+        self.known[rows] = known
+        return known
+
+    def stops_at(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return for each row whether its token ends it, bool [n]."""
+        found: np.ndarray = self.stops[0][rows] == tokens
+        for slot in range(1, self.stops_used):
+            found |= self.stops[slot][rows] == tokens
+        for row, ends in self.many_stops.items():
+            for i in np.flatnonzero(rows == row).tolist():
+                found[i] = int(tokens[i]) in ends
+        return found
 
     def check_integrity(self) -> None:
         """AssertionError naming the first row whose counters contradict each other."""

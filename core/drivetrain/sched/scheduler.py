@@ -157,13 +157,9 @@ class Scheduler:
         remote = {request.row for request in state.remote.values()}
         assert not set(state.decoding) & set(state.prefilling), "a row both decodes and is in mid-prompt"
         assert set(state.decoding) | set(state.prefilling) | remote <= rows, "a row without a request"
-        assert {r.request_id for r in state.waiting} <= set(state.requests), "a waiting request is forgotten"
-        pins = [pair for held in state.pinned.values() for pair in held]
-        for group, block in pins:
-            state.cache.pool.groups[group].refs[block] -= 1
-        try:
-            if not pins:
-                state.cache.check_integrity()
-        finally:
-            for group, block in pins:
-                state.cache.pool.groups[group].refs[block] += 1
+        seated = [r.request_id for r in state.table.requests if r is not None]
+        places = [*(r.request_id for r in state.waiting), *seated]
+        assert sorted(places) == sorted(state.requests), "a request is in no place, or in two"
+        assert set(state.departed_plans) >= set(state.departed), "a lost row waits for no plan"
+        assert state.in_flight or not (state.departed_plans or state.writing.plan_of or state.writing.hits), "leftovers"
+        state.cache.check_integrity([pair for held in state.pinned.values() for pair in held])

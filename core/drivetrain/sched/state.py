@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from drivetrain.cache.connector import Connector
-from drivetrain.cache.manager import CacheManager
-from drivetrain.cache.prefix import Chain, PrefixRoot
+from drivetrain.cache.manager import CacheManager, Held
+from drivetrain.cache.prefix import DIGEST_BYTES, Chain, PrefixRoot
 from drivetrain.params import Finished, FinishReason, GenerateRequest, Started
 from drivetrain.sched.plan import RowStart
 from drivetrain.sched.policy import Policy
@@ -54,9 +56,70 @@ class Fanout:
     written: bool = False
 
 
+class Ones:
+    """Read-only arrays of ones, Trues and minus ones, cut to length: steady decode makes none of its own."""
+
+    def __init__(self, most: int) -> None:
+        self._int, self._bool, self._minus = np.ones(most, np.int32), np.ones(most, bool), np.full(most, -1, np.int32)
+        for array in (self._int, self._bool, self._minus):
+            array.setflags(write=False)
+
+    def ints(self, num: int) -> np.ndarray:
+        """Return int32 ones [num]."""
+        return self._int[:num]
+
+    def trues(self, num: int) -> np.ndarray:
+        """Return bool Trues [num]."""
+        return self._bool[:num]
+
+    def minus(self, num: int) -> np.ndarray:
+        """Return int32 minus ones [num]."""
+        return self._minus[:num]
+
+
+@dataclass(slots=True)
+class Writing:
+    """What plans in flight write for others to share, so that a failed one takes all that came of it along.
+
+    ``blocks``: plan -> (group, block, writer); ``plan_of``: (group, block) -> the plan in flight that writes it;
+    ``hits``: plan -> (reader, group, block) of requests that share a block before its plan is done.
+    """
+
+    blocks: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    plan_of: dict[Held, int] = field(default_factory=dict)
+    hits: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+    def note(self, plan_id: int, written: list[tuple[int, int, int]]) -> None:
+        """A plan in flight writes and has named these."""
+        if written:
+            self.blocks[plan_id] = written
+            self.plan_of.update({(group, block): plan_id for group, block, _ in written})
+
+    def shared(self, reader: int, held: Sequence[Held]) -> None:
+        """A request builds on these blocks."""
+        if self.plan_of:
+            for group, block in held:
+                plan_id = self.plan_of.get((group, block))
+                if plan_id is not None:
+                    self.hits.setdefault(plan_id, []).append((reader, group, block))
+
+    def done(self, plan_id: int) -> None:
+        """A plan has written what it was to write."""
+        self.hits.pop(plan_id, None)
+        for group, block, _ in self.blocks.pop(plan_id, ()):
+            if self.plan_of.get((group, block)) == plan_id:
+                del self.plan_of[group, block]
+
+
 @dataclass(slots=True, eq=False)
 class SchedulerState:
-    """The scheduler's whole state. ``decoding`` and ``prefilling`` hold rows, in the order in which they came."""
+    """The scheduler's whole state. ``decoding`` and ``prefilling`` hold rows, in the order in which they came.
+
+    ``decode_rows``: ``decoding`` as int32 and intp arrays, None when they must be made again; ``departed``: epoch of a
+    lost row -> its preempted request; ``departed_plans``: epoch of a lost row -> plans still in flight;
+    ``late_outputs``: tokens of preempted requests; ``in_flight``: plan -> requests whose prompts it computes;
+    ``stuck``: nothing waiting could get blocks, and none came free.
+    """
 
     config: SchedulerConfig
     cache: CacheManager
@@ -66,49 +129,62 @@ class SchedulerState:
     requests: dict[int, Request] = field(default_factory=dict)
     waiting: list[Request] = field(default_factory=list)
     remote: dict[int, Request] = field(default_factory=dict)
-    pinned: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    departed: dict[int, Request] = field(default_factory=dict)  # epoch of a lost row -> its preempted request
-    departed_plans: dict[int, int] = field(default_factory=dict)  # epoch of a lost row -> plans still in flight
+    pinned: dict[int, list[Held]] = field(default_factory=dict)
+    departed: dict[int, Request] = field(default_factory=dict)
+    departed_plans: dict[int, int] = field(default_factory=dict)
     fanouts: dict[int, Fanout] = field(default_factory=dict)
     prefilling: dict[int, Request] = field(default_factory=dict)
     decoding: dict[int, None] = field(default_factory=dict)
-    decode_rows: np.ndarray | None = None  # ``decoding`` as an array, None when it must be made again
+    decode_rows: tuple[np.ndarray, np.ndarray] | None = None
     starts: list[RowStart] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     ended: list[Finished] = field(default_factory=list)
-    late_outputs: list[tuple[int, list[int]]] = field(default_factory=list)  # tokens of preempted requests
-    published: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    in_flight: set[int] = field(default_factory=set)
+    late_outputs: list[tuple[int, list[int]]] = field(default_factory=list)
+    writing: Writing = field(default_factory=Writing)
+    in_flight: dict[int, list[int]] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
+    ones: Ones = field(init=False)
     next_plan: int = 0
     next_order: int = 0
+    stuck: bool = False
 
-    def rows_decoding(self) -> np.ndarray:
-        """Return the rows that decode, int32, made anew only when the set changed."""
+    def __post_init__(self) -> None:
+        self.ones = Ones(self.table.max_rows)
+
+    def rows_decoding(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows that decode, int32 and intp, made anew only when the set changed."""
         if self.decode_rows is None:
-            self.decode_rows = np.fromiter(self.decoding, np.int32, len(self.decoding))
+            rows = np.fromiter(self.decoding, np.intp, len(self.decoding))
+            self.decode_rows = (rows.astype(np.int32), rows)
         return self.decode_rows
 
     def caches(self, request: Request) -> bool:
         """Return whether a request's blocks may be found by others."""
+        if request.asked.pooling is not None:
+            return False
         return self.config.prefix_caching or request.asked.fanout is not None
 
-    def root(self, asked: GenerateRequest) -> bytes:
-        """Return the root of a request's digests."""
-        media = tuple(a.tobytes() for a in (asked.embeds, asked.positions) if a is not None)
-        return PrefixRoot(
+    def new_chain(self, asked: GenerateRequest) -> Chain:
+        """Return an empty chain for a request."""
+        root = PrefixRoot(
             model=self.config.model,
             layout=self.config.layout,
             adapter=asked.adapter,
             cache_salt=asked.cache_salt,
             fanout=None if self.config.prefix_caching else asked.fanout,
-            media=media,
-        ).digest(self.cache.unit)
+            media=tuple(array_digest(a) for a in (asked.embeds, asked.positions) if a is not None),
+        )
+        return Chain(root.digest(self.cache.unit), self.cache.unit)
 
-    def new_chain(self, asked: GenerateRequest) -> Chain:
-        """Return an empty chain for a request."""
-        return Chain(self.root(asked), self.cache.unit)
+    def publish_confirmed(self, row: int) -> None:
+        """Name the blocks of a row that are complete, confirmed and not yet named."""
+        request, table = self.table.at(row), self.table
+        units = int(table.confirmed[row]) // self.cache.unit
+        if units > table.hashed[row] and self.config.prefix_caching and self.caches(request):
+            request.chain.extend(table.tokens[row], units * self.cache.unit)
+            self.cache.publish(row, request.chain.digests, int(table.hashed[row]), units)
+            table.hashed[row] = units
 
     def leave_row(self, row: int) -> Request:
         """Take the row of a running request away, with its blocks; the next plan tells the runner."""
@@ -120,32 +196,47 @@ class SchedulerState:
         if flights:
             self.departed_plans[request.epoch] = flights
         self.cache.close(row)
+        self.stuck = False
         if any(start.row == row for start in self.starts):
             self.starts = [start for start in self.starts if start.row != row]
         elif request.state is State.RUNNING:
             self.ends.append(row)
         return request
 
-    def preempt(self, row: int) -> Request:
-        """Take a running request's row; it waits again and is computed anew, first what it had."""
+    def preempt(self, row: int, *, keep: bool = True) -> Request:
+        """Take a running request's row; it waits again and is computed anew, first what it had.
+
+        Its tokens in flight are accepted before that, or dropped where ``keep`` is False: then they came of nothing.
+        """
+        if keep:
+            self.publish_confirmed(row)
         request = self.leave_row(row)
         if request.departed:
             self.departed[request.epoch] = request
+        if not keep:
+            self.drop_flights(request)
         request.state = State.WAITING
         request.num_preemptions += 1
         self.totals.preemptions += 1
         self.waiting.append(request)
         return request
 
+    def drop_flights(self, request: Request) -> None:
+        """Drop what is in flight for a request that lost its row."""
+        for epoch in request.departed:
+            self.departed.pop(epoch, None)
+        request.departed.clear()
+
     def finish(self, request: Request, end: Finished) -> Finished:
         """End a request wherever it is, let go of what it holds, and forget it."""
         if request.row >= 0:
+            if end.reason != "error":
+                self.publish_confirmed(request.row)
             self._pin(request)
             self.leave_row(request.row)
-            request.departed.clear()
         elif request in self.waiting:
             self.waiting.remove(request)
-        self.departed.pop(request.epoch, None)
+        self.drop_flights(request)
         request.state = State.PINNED if request.request_id in self.pinned else State.FINISHED
         del self.requests[request.request_id]
         self._leave_fanout(request)
@@ -153,13 +244,19 @@ class SchedulerState:
         return end
 
     def _pin(self, request: Request) -> None:
-        if self.connector is None:
+        if self.connector is None or request.state is not State.RUNNING:
             return
         held = self.cache.held(request.row)
         if self.connector.finished(request.request_id, int(self.table.confirmed[request.row]), held):
             for group, block in held:
                 self.cache.pool.hold(group, block)
             self.pinned[request.request_id] = held
+
+    def release(self, request_id: int) -> None:
+        """Nothing reads the blocks of an ended request any more."""
+        self.stuck = False
+        for group, block in self.pinned.pop(request_id, ()):
+            self.cache.pool.drop(group, block)
 
     def _leave_fanout(self, request: Request) -> None:
         number = request.asked.fanout
@@ -173,10 +270,21 @@ class SchedulerState:
             rest = [r for r in self.requests.values() if r.asked.fanout == number]
             fanout.leader = min(rest, key=lambda r: r.order).request_id
 
-    def fail(self, request: Request, message: str) -> Finished:
-        """End a request with an error."""
-        return self.finish(request, Finished(request_id=request.request_id, reason="error", error=message))
+    def fail(self, request: Request, message: str) -> Finished | None:
+        """End a request with an error; None when it must first wait for what is loading into its blocks."""
+        end = Finished(request_id=request.request_id, reason="error", error=message)
+        if request.state is State.WAITING_REMOTE:
+            request.doom = end
+            return None
+        return self.finish(request, end)
 
     def end(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> Finished:
         """End a request without an error."""
         return self.finish(request, Finished(request_id=request.request_id, reason=reason, stop_token=stop_token))
+
+
+def array_digest(array: np.ndarray) -> bytes:
+    """Return a content hash of an array: its type, shape and bytes."""
+    state = hashlib.blake2b(f"{array.dtype.str}{array.shape}".encode(), digest_size=DIGEST_BYTES)
+    state.update(np.ascontiguousarray(array).tobytes())
+    return state.digest()

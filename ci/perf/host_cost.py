@@ -1,0 +1,219 @@
+"""What the scheduler costs on the host, without torch and without a device.
+
+    python ci/perf/host_cost.py [--steps N] [--json FILE]
+
+Steady decode: ``schedule`` and ``commit`` of one step, prefix cache on, hash units of 32 tokens, blocks of 16, a full
+and a sliding-window group in one shared pool, two plans in flight, random tokens. Prompt lengths differ, so that rows
+open blocks and finish hash units on different steps; ``aligned`` is the worst case in which all rows do so at once.
+Lookup: hashing a 4,096-token prompt and finding all of it in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from drivetrain.cache.manager import CacheManager
+from drivetrain.cache.prefix import DEFAULT_UNIT, Chain, PrefixRoot
+from drivetrain.cache.sizing import GroupNeed, plan_cache
+from drivetrain.params import GenerateRequest, SamplingParams
+from drivetrain.sched.plan import StepPlan, StepResult
+from drivetrain.sched.scheduler import Scheduler, SchedulerConfig
+
+ROWS = (1, 256, 1024, 2048)
+TARGET_MS = {256: 0.2, 2048: 1.0}
+LOOKUP_TARGET_MS = 0.3
+BLOCK_TOKENS = 16
+MAX_TOKENS = 8192
+WINDOW = 512
+RESULTS = Path(__file__).parent / "results" / "host_cost.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Milliseconds of host time a step: schedule + commit."""
+
+    rows: int
+    prompts: str
+    steps: int
+    median_ms: float
+    mean_ms: float
+    p99_ms: float
+    schedule_median_ms: float
+    commit_median_ms: float
+
+
+def make_scheduler(rows: int) -> tuple[Scheduler, CacheManager]:
+    """Return a scheduler with room for that many rows of MAX_TOKENS tokens at least once over."""
+    layer = 2 * 256 * 2 * BLOCK_TOKENS
+    needs = [
+        GroupNeed(kind="full", layer_bytes=layer, num_layers=3, block_tokens=BLOCK_TOKENS),
+        GroupNeed(kind="window", layer_bytes=layer, num_layers=15, block_tokens=BLOCK_TOKENS, window=WINDOW),
+    ]
+    budget = (rows + 4) * 1024 // BLOCK_TOKENS * layer * 18 * 2 + (1 << 30)
+    plan = plan_cache(needs, budget, shared=True, max_tokens=MAX_TOKENS, chunk=8192)
+    manager = CacheManager(plan, max_rows=rows, max_tokens=MAX_TOKENS, unit=DEFAULT_UNIT)
+    config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=8192, max_model_len=MAX_TOKENS)
+    return Scheduler(config, manager), manager
+
+
+def ask(number: int, prompt: np.ndarray) -> GenerateRequest:
+    """Return a request that does not end by itself within the measurement."""
+    return GenerateRequest(
+        request_id=number,
+        prompt_ids=prompt,
+        sampling=SamplingParams(),
+        max_tokens=MAX_TOKENS,
+        seed=number,
+        eos_ids=(1, 2),
+    )
+
+
+class Machine:
+    """Answers plans with random tokens, ``depth`` of them in flight; times only the scheduler's own calls."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 2) -> None:
+        self.scheduler, self.depth = scheduler, depth
+        self.random = np.random.default_rng(0)
+        self.flights: deque[StepPlan] = deque()
+
+    def answer(self, plan: StepPlan) -> StepResult:
+        """Return a result in which every sampling row drew one token."""
+        tokens = self.random.integers(3, 50_000, (plan.num_rows, 1), dtype=np.int32)
+        return StepResult(plan_id=plan.plan_id, tokens=tokens, counts=plan.sample.astype(np.int32))
+
+    def step(self) -> tuple[float, float]:
+        """Schedule one plan and commit the oldest; returns the seconds of each."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        scheduled = time.perf_counter() - begin
+        if plan is not None:
+            self.flights.append(plan)
+        if not self.flights or (plan is not None and len(self.flights) < self.depth):
+            return scheduled, 0.0
+        oldest = self.flights.popleft()
+        result = self.answer(oldest)
+        begin = time.perf_counter()
+        self.scheduler.commit(oldest, result)
+        return scheduled, time.perf_counter() - begin
+
+
+def measure_steps(rows: int, steps: int, *, aligned: bool) -> StepCost:
+    """Fill all rows, let them decode, and time that many steps."""
+    scheduler, _ = make_scheduler(rows)
+    random = np.random.default_rng(1)
+    for number in range(rows):
+        length = 544 if aligned else int(random.integers(520, 776))
+        scheduler.add(ask(number, random.integers(3, 50_000, length, dtype=np.int32)))
+    machine = Machine(scheduler)
+    while scheduler.stats().waiting or scheduler._state.prefilling:
+        machine.step()
+    for _ in range(8):
+        machine.step()
+    gc.collect()
+    gc.disable()
+    times = np.array([machine.step() for _ in range(steps)]) * 1e3
+    gc.enable()
+    whole = times.sum(1)
+    assert len(scheduler._state.decoding) == rows, "every row decodes throughout"
+    return StepCost(
+        rows=rows,
+        prompts="aligned" if aligned else "staggered",
+        steps=steps,
+        median_ms=round(float(np.median(whole)), 4),
+        mean_ms=round(float(whole.mean()), 4),
+        p99_ms=round(float(np.percentile(whole, 99)), 4),
+        schedule_median_ms=round(float(np.median(times[:, 0])), 4),
+        commit_median_ms=round(float(np.median(times[:, 1])), 4),
+    )
+
+
+def measure_lookup(repeats: int) -> dict[str, float]:
+    """Time hashing a prompt of 4,096 tokens, and finding all of it; medians in milliseconds."""
+    scheduler, manager = make_scheduler(8)
+    prompt = np.random.default_rng(2).integers(3, 50_000, 4096, dtype=np.int32)
+    scheduler.add(ask(0, prompt))
+    machine = Machine(scheduler)
+    for _ in range(4):
+        machine.step()
+    root = PrefixRoot(model="", layout="").digest(DEFAULT_UNIT)
+    hashing, finding = [], []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        chain = Chain(root, DEFAULT_UNIT)
+        chain.extend(prompt, len(prompt))
+        hashed = time.perf_counter()
+        found = manager.longest(chain.digests, len(prompt))
+        end = time.perf_counter()
+        assert found == len(prompt), f"only {found} of {len(prompt)} tokens were found"
+        hashing.append(hashed - begin)
+        finding.append(end - hashed)
+    hash_ms, find_ms = float(np.median(hashing)) * 1e3, float(np.median(finding)) * 1e3
+    return {"hash_ms": round(hash_ms, 4), "lookup_ms": round(find_ms, 4), "sum_ms": round(hash_ms + find_ms, 4)}
+
+
+def machine_facts() -> dict[str, object]:
+    """Return what the figures depend on."""
+    cpu = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": cpu,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write the results; 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    missed = []
+    costs = [measure_steps(rows, options.steps, aligned=aligned) for rows in ROWS for aligned in (False, True)]
+    for cost in costs:
+        target = TARGET_MS.get(cost.rows)
+        over = target is not None and cost.median_ms > target
+        missed += [f"{cost.rows} rows {cost.prompts}"] if over else []
+        print(
+            f"{cost.rows:5d} rows {cost.prompts:9s}  median {cost.median_ms:7.3f} ms  mean {cost.mean_ms:7.3f}"
+            f"  p99 {cost.p99_ms:7.3f}  (schedule {cost.schedule_median_ms:.3f}, commit {cost.commit_median_ms:.3f})"
+            + (f"  target {target}{' MISSED' if over else ''}" if target else "")
+        )
+    lookup = measure_lookup(200)
+    print(f"4,096 tokens: hash {lookup['hash_ms']} + lookup {lookup['lookup_ms']} = {lookup['sum_ms']} ms", end="")
+    print(f"  target {LOOKUP_TARGET_MS}")
+    missed += ["hash and lookup"] if lookup["sum_ms"] > LOOKUP_TARGET_MS else []
+    figures = {
+        "machine": machine_facts(),
+        "targets": {"step_ms": {str(k): v for k, v in TARGET_MS.items()}, "lookup_ms": LOOKUP_TARGET_MS},
+        "steps": [{name: getattr(cost, name) for name in StepCost.__dataclass_fields__} for cost in costs],
+        "prompt_of_4096": lookup,
+        "missed": missed,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
