@@ -46,8 +46,7 @@ def needs_of(described: Described) -> list[GroupNeed]:
     ]
 
 
-def size(config: EngineConfig, described: Described) -> Sized:
-    budget = config.cache_bytes or 1 << 30
+def size_cache(config: EngineConfig, described: Described, budget: int) -> Sized:
     shared = all(group.layout.strided for group in described.decoder.groups)
     longest = described.max_model_len
     chunk = config.max_num_batched_tokens
@@ -78,7 +77,7 @@ def start(config: EngineConfig, described: Described, parts: Parts) -> Opened:
     """Do all that comes before the first request."""
     begin = time.perf_counter()
     backend, decoder = described.backend, described.decoder
-    memory = size(config, described)
+    memory = size_cache(config, described, config.cache_bytes or 1 << 30)
     checkpoint = checkpoint_of(config, described)
     loaded = load(decoder, checkpoint, backend.device)
     checkpoint.close()
