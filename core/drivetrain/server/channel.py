@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -32,8 +33,12 @@ class Channel(Generic[Out, In]):
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(incoming)
 
     def send(self, message: Out) -> None:
-        """Queue a message; an input-output thread carries it."""
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """Queue a message; an input-output thread carries it.
+
+        With nobody at the other end it is dropped: whoever watches that process ends what the message was about.
+        """
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float) -> In | None:
         """Return the next message, or None after ``timeout`` seconds. ChannelError when it is no message."""

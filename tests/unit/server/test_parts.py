@@ -8,10 +8,12 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +124,11 @@ def test_a_configuration_and_a_choice_cross_unchanged():
 def test_the_channel_is_private_and_takes_messages_only():
     meeting = Meeting()
     assert stat.S_IMODE(os.stat(meeting.directory).st_mode) == 0o700
-    front, loop = meeting.bind(), connect(meeting.url)
+    front = meeting.bind()
+    front.send(messages.Abort((9,)))  # nobody is there: dropped, not an error
+    loop = connect(meeting.url)
+    loop.send(messages.Hello(3, 4))
+    assert front.receive(5.0) == messages.Hello(3, 4)
     front.send(messages.Abort((1, 2)))
     assert loop.receive(5.0) == messages.Abort((1, 2))
     assert loop.receive(0.0) is None
@@ -136,6 +142,10 @@ def test_the_channel_is_private_and_takes_messages_only():
     with pytest.raises(ChannelError):  # a message of the other direction
         front.send(messages.Hello(1, 2)) or loop.receive(5.0)
     loop.close()
+    deadline = time.monotonic() + 5
+    while front._socket.poll(0, zmq.POLLOUT) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    front.send(messages.Abort((1,)))  # the other end is gone: as above
     front.close()
     meeting.remove()
     assert not meeting.directory.exists()
