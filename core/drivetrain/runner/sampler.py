@@ -12,9 +12,9 @@ import torch
 
 from drivetrain.params import MAX_LOGPROBS
 from drivetrain.runner.drafter import DraftContext, Drafter
+from drivetrain.runner.drawing import Drawer
 from drivetrain.runner.rows import DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, TOP_K, TOP_P, RowTables
-from drivetrain_api.v1 import DrawSpec, LogprobsSpec, SamplingInputs, VerifySpec
-from drivetrain_api.v1.sampling import STREAM_TARGET
+from drivetrain_api.v1 import SamplingInputs, VerifySpec
 
 if TYPE_CHECKING:
     from drivetrain.ops import Ops
@@ -90,9 +90,8 @@ class Sampler:
         self._tables = tables
         self._drafter = drafter
         self._fixed = fixed_shapes
-        self._logits = logits
-        self._draw = ops.bind(DrawSpec(dtype="float32", vocabulary=vocabulary))
-        self._logprobs = ops.bind(LogprobsSpec(dtype="float32", vocabulary=vocabulary))
+        self._vocabulary = vocabulary
+        self._drawer = Drawer(ops, vocabulary=vocabulary, fixed_shapes=fixed_shapes, logits=logits)
         k = tables.shape.max_drafts
         self._verify: Any = ops.bind(VerifySpec(dtype="int32", max_drafts=k)) if k else None
 
@@ -102,10 +101,8 @@ class Sampler:
         Returns the update and the device tensors that the host needs, named by ``part.copied``.
         """
         assert part.hidden is not None and part.positions is not None and part.lengths is not None
-        logits = self._logits(part.hidden)
-        draws = self._draw(logits, self._inputs(part, mask), STREAM_TARGET)
-        finite = self._finite(part.hidden, logits, draws)
-        outputs = self._report(part, logits, draws)
+        drawn = self._drawer.run(part.hidden, self._inputs(part, mask), self._alternatives(part))
+        draws, finite, outputs = drawn.tokens, drawn.finite, drawn.logprobs
         part.hidden = None
         if part.verify:
             update, packed = self._verified(part, draws, finite)
@@ -134,20 +131,12 @@ class Sampler:
             any_min_p=bool(part.facts & MIN_P),
         )
 
-    @staticmethod
-    def _finite(hidden: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """[N'] int32, 1 where hidden state and drawn logit are finite: one pass over hidden, none over
-        logits."""
-        spoilt = (hidden * 0).sum(-1, dtype=torch.float32)  # 0, or nan where an element is not finite
-        drawn = logits.gather(1, draws.to(torch.int64).unsqueeze(1)).squeeze(1)
-        return torch.isfinite(spoilt + drawn.to(torch.float32)).to(torch.int32)
-
-    def _report(self, part: SampleSet, logits: torch.Tensor, draws: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _alternatives(self, part: SampleSet) -> int | None:
+        """How many alternatives log-probabilities are reported with; None for no report."""
         if not part.facts & LOGPROBS:
-            return {}
+            return None
         k = MAX_LOGPROBS if self._fixed else int(part.wants_logprobs.max())
-        logprob, rank, top_ids, top_logprobs = self._logprobs(logits, draws, min(k, logits.shape[1]))
-        return {"logprob": logprob, "rank": rank, "top_ids": top_ids, "top_logprobs": top_logprobs}
+        return min(k, self._vocabulary)
 
     def _plain(self, part: SampleSet, draws: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
         tokens = draws.to(torch.int32)

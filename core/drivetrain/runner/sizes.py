@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.errors import ConfigError, DeviceError
 from drivetrain.runner.rows import START_FIELDS, TableShape
-from drivetrain_api.v1 import bucket
+from drivetrain_api.v1 import bucket, dtype_bytes
 
 if TYPE_CHECKING:
     from drivetrain.models.decoder import Decoder
@@ -76,3 +76,9 @@ def staging_capacity(shape: TableShape, config: RunnerConfig) -> int:
     samples = rows * (5 + 2 * (k + 1)) + rows * (k + 1)
     changes = START_FIELDS * rows + 2 * sum(min(width, 4) * rows for width in shape.widths) + 2 * 64
     return batch + samples + changes
+
+
+def table_bytes(shape: TableShape) -> int:
+    """Return the device bytes of ``RowTables`` of that shape."""
+    per_row = 4 + 4 * (shape.max_drafts + 1) + 3 * 4 + 3 * 4 + 8 + sum(shape.widths) * dtype_bytes(shape.slot_dtype)
+    return (shape.num_rows + 1) * per_row

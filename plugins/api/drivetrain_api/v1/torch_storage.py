@@ -114,7 +114,7 @@ class _TorchStorage:
         )
 
     def allocate_pool(self, num_bytes: int) -> SlabPool:
-        return TorchSlabs(self._runtime.zeros((num_bytes,), torch_dtype("uint8")))
+        return TorchSlabs(self._touched((num_bytes,)))
 
     def view(self, pool: SlabPool, layout: CacheLayout, block_stride: int, offset: int) -> CacheHandle:
         if not isinstance(pool, TorchSlabs):
@@ -124,8 +124,11 @@ class _TorchStorage:
         return TorchCache(layout, rows[:, offset : offset + layout.bytes_per_block], num_blocks, owned=False)
 
     def allocate(self, layout: CacheLayout, num_blocks: int) -> CacheHandle:
-        data = self._runtime.zeros((num_blocks, layout.bytes_per_block), torch_dtype("uint8"))
-        return TorchCache(layout, data, num_blocks, owned=True)
+        return TorchCache(layout, self._touched((num_blocks, layout.bytes_per_block)), num_blocks, owned=True)
+
+    def _touched(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeros that are written at once: what was planned is then really held, not just promised by the system."""
+        return self._runtime.empty(shape, torch_dtype("uint8")).zero_()
 
 
 class _GenericProfiler:

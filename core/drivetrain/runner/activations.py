@@ -1,0 +1,94 @@
+"""What one step holds while it runs, from the model's sizes: an upper bound by counting live tensors.
+
+Counted on ``Layer.forward``, ``Attention.forward`` and ``Sampler.run``: a change there changes the counts here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec
+from drivetrain.runner.drawing import DRAW_BYTES, DRAW_ELEMENT, LOGIT_BYTES, on_reference, rows_at_once
+from drivetrain_api.v1 import DrawSpec, dtype_bytes
+
+if TYPE_CHECKING:
+    from drivetrain.models.decoder import CacheGroup, Decoder
+    from drivetrain.ops import Ops
+    from drivetrain.runner.sizes import RunnerConfig
+
+REFERENCE_CHUNK = 256 << 20
+REFERENCE_COPIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """The largest step. ``logits``: rows that sample; ``workspace``: bytes of attention beside its in- and outputs.
+
+    ``reference_draw``: whether draws run on the reference, whose noise is computed for every token.
+    """
+
+    tokens: int
+    logits: int
+    workspace: int
+    reference_draw: bool
+
+    @staticmethod
+    def of(decoder: Decoder, ops: Ops, config: RunnerConfig) -> StepSizes:
+        """Read them off a bound decoder."""
+        tokens = config.max_num_batched_tokens
+        draw = DrawSpec(dtype="float32", vocabulary=decoder.spec.vocabulary)
+        ops.bind(draw)
+        return StepSizes(
+            tokens=tokens,
+            logits=min(tokens, config.max_num_seqs * (config.max_drafts + 1)),
+            workspace=max((attention_workspace(group, config) for group in decoder.groups), default=0),
+            reference_draw=on_reference(ops, draw),
+        )
+
+
+def attention_workspace(group: CacheGroup, config: RunnerConfig) -> int:
+    """Return what attention of a group holds at most: what its provider declares, else what the reference takes."""
+    traits = getattr(group.attention, "traits", None)
+    if traits is None:
+        return 0
+    if traits.workspace_bytes:
+        return int(traits.workspace_bytes)
+    slot_bytes = 2 * -(-group.layout.bytes_per_block // group.layout.block_tokens)
+    gathered = config.max_num_seqs * config.max_model_len * slot_bytes
+    return REFERENCE_COPIES * min(REFERENCE_CHUNK, gathered)
+
+
+def layer_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Return the bytes of the largest layer's peak, all query tokens at once."""
+    elements = max((live_elements(layer, spec.hidden) for layer in spec.layers), default=0)
+    return sizes.tokens * elements * dtype_bytes(spec.dtype) + sizes.workspace
+
+
+def live_elements(layer: LayerSpec, hidden: int) -> int:
+    """Return the elements a token that are live at once at a layer's peak: in its mixer or its feed-forward.
+
+    Beside either lie the carry that came in (two streams), the normed input and the new stream. In the mixer: the
+    fused q, k, v, then q and k after their norms and again after rotation, and the result. In the feed-forward: the
+    mixer's output too, gate and up side by side, the activated half, the product, and the output.
+    """
+    mixer, ffn = layer.mixer, layer.ffn
+    inner = 0
+    if isinstance(mixer, AttentionMixer):
+        q, k = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        v, out = mixer.num_kv_heads * mixer.v_head_dim, mixer.num_heads * mixer.v_head_dim
+        inner = (q + k + v) + 2 * (q + k) + out
+    forward = 4 * ffn.intermediate if isinstance(ffn, GatedMlp) else 0
+    return max(4 * hidden + inner, 6 * hidden + forward)
+
+
+def sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Return the bytes of sampling's peak: hidden states of all rows that sample, logits and draws of those that are
+    done at once."""
+    element = 4 if spec.dtype == "float32" else 4 + dtype_bytes(spec.dtype)
+    element += 8 if spec.logit_soft_cap is not None else 0
+    rows = rows_at_once(sizes.logits, spec.vocabulary, LOGIT_BYTES, 4)
+    logits = rows * spec.vocabulary * element
+    drawn = rows_at_once(rows, spec.vocabulary, DRAW_BYTES, DRAW_ELEMENT) if sizes.reference_draw else 1
+    hidden = 3 * sizes.logits * spec.hidden * dtype_bytes(spec.dtype)
+    return hidden + logits + drawn * spec.vocabulary * DRAW_ELEMENT

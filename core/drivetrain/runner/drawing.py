@@ -1,0 +1,120 @@
+"""Logits and draws, some rows at a time so that a large vocabulary does not decide the memory of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from drivetrain_api.v1 import DrawSpec, LogprobsSpec, SamplingInputs
+from drivetrain_api.v1.sampling import STREAM_TARGET
+
+if TYPE_CHECKING:
+    from drivetrain.ops import Ops
+    from drivetrain_api.v1 import OpSpec
+
+LOGIT_BYTES = 256 << 20  # float32 logits held at once
+DRAW_BYTES = 256 << 20  # what the reference may hold beside them
+DRAW_ELEMENT = 48  # bytes a token that the reference's noise, filters and sorts hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """N rows: ``tokens`` [N] int32; ``finite`` [N] int32, 1 where hidden state and drawn logit are; ``logprobs`` by
+    name: logprob [N], rank [N], top_ids [N, k], top_logprobs [N, k]; empty without a report."""
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    logprobs: dict[str, torch.Tensor]
+
+
+class Drawer:
+    """Bound draws and log-probabilities over one head."""
+
+    def __init__(
+        self, ops: Ops, *, vocabulary: int, fixed_shapes: bool, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        draw = DrawSpec(dtype="float32", vocabulary=vocabulary)
+        logprobs = LogprobsSpec(dtype="float32", vocabulary=vocabulary)
+        self._draw, self._logprobs = ops.bind(draw), ops.bind(logprobs)
+        self._vocabulary = vocabulary
+        self._fixed = fixed_shapes
+        self._logits = logits
+        self._dear_draw, self._dear_logprobs = on_reference(ops, draw), on_reference(ops, logprobs)
+
+    def run(self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
+        """hidden [N, hidden] -> N draws, and log-probabilities with that many alternatives (None: no report)."""
+        count = hidden.shape[0]
+        step = count if self._fixed else rows_at_once(count, self._vocabulary, LOGIT_BYTES, 4)
+        if step == count:
+            return self._rows(hidden, inputs, alternatives)
+        pieces = [
+            self._rows(hidden[a : a + step], rows_of(inputs, a, a + step), alternatives) for a in range(0, count, step)
+        ]
+        return _joined(pieces)
+
+    def _rows(self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
+        logits = self._logits(hidden)
+        count = logits.shape[0]
+        dear = (self._dear_draw and not inputs.all_greedy) or (self._dear_logprobs and alternatives is not None)
+        step = rows_at_once(count, self._vocabulary, DRAW_BYTES, DRAW_ELEMENT) if dear and not self._fixed else count
+        if step == count:
+            return self._some(hidden, logits, inputs, alternatives)
+        pieces = []
+        for a in range(0, count, step):
+            part = slice(a, a + step)
+            pieces.append(self._some(hidden[part], logits[part], rows_of(inputs, a, a + step), alternatives))
+        return _joined(pieces)
+
+    def _some(
+        self, hidden: torch.Tensor, logits: torch.Tensor, inputs: SamplingInputs, alternatives: int | None
+    ) -> Drawn:
+        tokens = self._draw(logits, inputs, STREAM_TARGET).to(torch.int32)
+        named: dict[str, torch.Tensor] = {}
+        if alternatives is not None:
+            names = ("logprob", "rank", "top_ids", "top_logprobs")
+            named = dict(zip(names, self._logprobs(logits, tokens, alternatives), strict=True))
+        return Drawn(tokens=tokens, finite=finite(hidden, logits, tokens), logprobs=named)
+
+
+def finite(hidden: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return [N] int32, 1 where hidden state and drawn logit are finite: one pass over hidden, none over logits."""
+    spoilt = (hidden * 0).sum(-1, dtype=torch.float32)  # 0, or nan where an element is not finite
+    drawn = logits.gather(1, tokens.to(torch.int64).unsqueeze(1)).squeeze(1)
+    return torch.isfinite(spoilt + drawn.to(torch.float32)).to(torch.int32)
+
+
+def on_reference(ops: Ops, spec: OpSpec) -> bool:
+    """Return whether a bound spec is served by the reference."""
+    return any(choice.spec == spec and choice.provider == "reference" for choice in ops.report)
+
+
+def rows_at_once(count: int, vocabulary: int, limit: int, element: int) -> int:
+    """Return how many of ``count`` rows of ``element`` bytes a token are done at once within ``limit`` bytes."""
+    return max(1, min(count, limit // (element * vocabulary)))
+
+
+def rows_of(inputs: SamplingInputs, first: int, end: int) -> SamplingInputs:
+    """Return the inputs of rows first .. end - 1."""
+    return replace(
+        inputs,
+        temperature=inputs.temperature[first:end],
+        top_k=inputs.top_k[first:end],
+        top_p=inputs.top_p[first:end],
+        min_p=inputs.min_p[first:end],
+        seed=inputs.seed[first:end],
+        position=inputs.position[first:end],
+        sample=inputs.sample[first:end],
+        mask=None if inputs.mask is None else inputs.mask[first:end],
+    )
+
+
+def _joined(pieces: list[Drawn]) -> Drawn:
+    names = pieces[0].logprobs
+    return Drawn(
+        tokens=torch.cat([p.tokens for p in pieces]),
+        finite=torch.cat([p.finite for p in pieces]),
+        logprobs={name: torch.cat([p.logprobs[name] for p in pieces]) for name in names},
+    )
