@@ -18,7 +18,7 @@ import torch
 
 from drivetrain_api.v1 import AttentionBatch, AttentionSpec, AttentionTraits, CacheHandle
 
-from .attention_plan import HostPlan, Planner, Row, Span
+from .attention_plan import HostPlan, Piece, Planner, Row, Span
 from .attention_tiles import attend_each_query, attend_tiles
 
 SCORE_BYTES = 8 << 20
@@ -101,16 +101,16 @@ class HostAttention:
     def _row(self, q: torch.Tensor, parts: Parts, row: Row, sink: torch.Tensor | None) -> torch.Tensor:
         """q [n, H, D] -> [n, H, Dv] float32, piece by piece of the row's keys, then of its values."""
         folded, pieces = self._fold(q), row.pieces
-        found = [torch.bmm(folded, gather(parts[0], p.blocks, p.first, p.end).transpose(1, 2)) for p in pieces]
+        found = [torch.bmm(folded, gather(parts[0], p).transpose(1, 2)) for p in pieces]
         scores = found[0] if len(found) == 1 else torch.cat(found, -1)
         weights = self._weights(scores, row.hidden, sink)
         if len(pieces) == 1:
-            sums = torch.bmm(weights, gather(parts[1], pieces[0].blocks, pieces[0].first, pieces[0].end))
+            sums = torch.bmm(weights, gather(parts[1], pieces[0]))
             return self._unfold(sums, row.queries)
         at = 0
         sums = weights.new_zeros((*weights.shape[:2], self._spec.v_head_dim))
         for p in pieces:
-            values = gather(parts[1], p.blocks, p.first, p.end)
+            values = gather(parts[1], p)
             sums.baddbmm_(weights[..., at : at + p.end - p.first], values)
             at += p.end - p.first
         return self._unfold(sums, row.queries)
@@ -118,7 +118,8 @@ class HostAttention:
     def _many(self, q: torch.Tensor, parts: Parts, span: Span, sink: torch.Tensor | None) -> torch.Tensor:
         """q [n, H, D] -> [n, H, Dv] float32: blocks of queries, each against the keys it may see."""
         spec = self._spec
-        k, v = (gather(part, span.blocks, 0, span.length - span.begin) for part in parts)
+        whole = Piece(blocks=span.blocks, run=span.run, first=0, end=span.length - span.begin)
+        k, v = (gather(part, whole) for part in parts)
         out = q.new_empty((span.queries, spec.num_heads, spec.v_head_dim), dtype=torch.float32)
         step = max(16, min(256, SCORE_BYTES // (4 * spec.num_heads * k.shape[1])))
         base = span.length - span.queries
@@ -134,9 +135,14 @@ class HostAttention:
         return out
 
 
-def gather(part: torch.Tensor, blocks: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Return slots first .. end - 1 of the blocks as [K, L, size] float32, contiguous."""
-    rows = part.index_select(0, blocks).flatten(0, 1)[first:end]
+def gather(part: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return the piece's slots as [K, L, size] float32, contiguous."""
+    if piece.run is None:
+        rows = part.index_select(0, piece.blocks).flatten(0, 1)[piece.first : piece.end]
+    else:
+        blocks = part[piece.run : piece.run + len(piece.blocks)].permute(2, 0, 1, 3)
+        wide = blocks.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+        return wide.flatten(1, 2)[:, piece.first : piece.end]
     return rows.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 

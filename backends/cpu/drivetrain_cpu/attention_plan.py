@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,24 @@ TILE = 64
 FEW_QUERIES = 8
 SHORT_KEYS = 384
 PIECE_BYTES = 1 << 20
+SCRATCH_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePiece:
+    """Tiles first .. end - 1, processed together.
+
+    ``outside``: flat places [of N * tile] beyond the length or before the window, None where there are none.
+    ``hidden`` bool [N, 1, n, tile]: True where a query does not see a key; None where all are seen. ``dead``: some
+    query sees no key of some tile.
+    """
+
+    first: int
+    end: int
+    blocks: torch.Tensor  # [N * blocks a tile]
+    outside: torch.Tensor | None
+    hidden: torch.Tensor | None
+    dead: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,27 +40,27 @@ class Tiles:
     """Entries (R of them, n queries each) and their tiles (N in all, in order of entry, then position).
 
     ``tokens``: [R * n] where the entries' queries are in the step, or None where they are 0 .. R n - 1 in order.
-    ``outside``: flat places [.. of N * tile] that are beyond the length or before the window.
     """
 
     size: int  # keys a tile
-    per_tile: int  # blocks a tile
     entries: int
     queries: int
     tokens: torch.Tensor | None
     owner: torch.Tensor  # [N] the entry of each tile, ascending
     starts: np.ndarray  # [R] the first tile of each entry
-    blocks: torch.Tensor  # [N * blocks a tile]
-    outside: torch.Tensor
-    hidden: torch.Tensor  # bool [N, n, tile], True where a query does not see a key
+    pieces: tuple[TilePiece, ...]
     single: bool  # one tile an entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some blocks of one row; of their slots, ``first`` .. ``end`` - 1 hold keys that some query sees."""
+    """Some blocks of one row; of their slots, ``first`` .. ``end`` - 1 hold keys that some query sees.
+
+    ``run``: the first block id where the ids ascend one by one (no copy is needed then), else None.
+    """
 
     blocks: torch.Tensor
+    run: int | None
     first: int
     end: int
 
@@ -66,6 +85,7 @@ class Span:
     first: int
     queries: int
     length: int
+    run: int | None  # as in ``Piece``
     low: int  # first key position that any query sees
     begin: int  # position of the first block's first slot, a multiple of the tile
     blocks: torch.Tensor
@@ -164,21 +184,35 @@ class Planner:
         inside = (keys < ends[owner, None]) & (keys >= low[owner, None])
         seen = inside[:, None, :] & self.near(keys[:, None, :], positions[owner][:, :, None])
         tokens = (first[:, None] + np.arange(n)).ravel()
-        per_tile = self.tile // self.size
-        columns = tile[:, None] * per_tile + np.arange(per_tile)
+        columns = tile[:, None] * (self.tile // self.size) + np.arange(self.tile // self.size)
+        blocks = self._blocks(host.table, rows[owner][:, None], columns)
         return Tiles(
             size=self.tile,
-            per_tile=per_tile,
             entries=len(rows),
             queries=n,
             tokens=None if (tokens == np.arange(len(tokens))).all() else torch.from_numpy(tokens),
             owner=torch.from_numpy(owner),
             starts=starts,
-            blocks=self._blocks(host.table, rows[owner][:, None], columns),
-            outside=torch.from_numpy(np.flatnonzero(~inside.ravel())),
-            hidden=torch.from_numpy(~seen),
+            pieces=tuple(self._tile_pieces(blocks, inside, seen)),
             single=bool((count == 1).all()),
         )
+
+    def _tile_pieces(self, blocks: torch.Tensor, inside: np.ndarray, seen: np.ndarray) -> Iterator[TilePiece]:
+        """Cut tiles so that a piece's float32 keys and values stay below ``SCRATCH_BYTES``."""
+        spec, per_tile = self._spec, self.tile // self.size
+        key_bytes = 4 * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
+        step = max(1, SCRATCH_BYTES // (key_bytes * self.tile))
+        for first in range(0, len(inside), step):
+            end = min(first + step, len(inside))
+            some, outside = seen[first:end], np.flatnonzero(~inside[first:end])
+            yield TilePiece(
+                first=first,
+                end=end,
+                blocks=blocks[first * per_tile : end * per_tile],
+                outside=torch.from_numpy(outside) if len(outside) else None,
+                hidden=None if some.all() else torch.from_numpy(~some).unsqueeze(1),
+                dead=not some.any(-1).all(),
+            )
 
     def _row(self, row: int, n: int, host: _Host) -> Row:
         """Cut one row's blocks into pieces whose float32 keys stay below ``PIECE_BYTES``."""
@@ -188,9 +222,11 @@ class Planner:
         for first in range(low // self.size, -(-length // self.size), self._piece_blocks):
             columns = np.arange(first, min(first + self._piece_blocks, -(-length // self.size)))
             base = first * self.size
+            blocks = self._blocks(host.table, np.full(len(columns), row), columns)
             pieces.append(
                 Piece(
-                    blocks=self._blocks(host.table, np.full(len(columns), row), columns),
+                    blocks=blocks,
+                    run=ascending(blocks),
                     first=max(0, low - base),
                     end=min(len(columns) * self.size, length - base),
                 )
@@ -206,11 +242,19 @@ class Planner:
         low = int(self._low(length - queries))
         per_tile = self.tile // self.size
         columns = np.arange(low // self.tile * per_tile, -(-length // self.tile) * per_tile)
+        blocks = self._blocks(host.table, np.full(len(columns), row), columns)
         return Span(
             first=int(host.starts[row]),
             queries=queries,
             length=length,
             low=low,
             begin=low // self.tile * self.tile,
-            blocks=self._blocks(host.table, np.full(len(columns), row), columns),
+            run=ascending(blocks),
+            blocks=blocks,
         )
+
+
+def ascending(blocks: torch.Tensor) -> int | None:
+    """Return the first id where ids ascend one by one, else None."""
+    ids = blocks.numpy()
+    return int(ids[0]) if (np.diff(ids) == 1).all() else None

@@ -11,9 +11,8 @@ import torch
 
 from drivetrain_api.v1 import AttentionSpec
 
-from .attention_plan import Planner, Span, Tiles
+from .attention_plan import Planner, Span, TilePiece, Tiles
 
-SCRATCH_BYTES = 2 << 20
 SCORE_BYTES = 8 << 20
 NEVER = float("-inf")
 Parts = tuple[torch.Tensor, ...]
@@ -35,7 +34,7 @@ def attend_tiles(
         folded = split.permute(0, 2, 3, 1, 4).reshape(tiles.entries, kv, rows, spec.head_dim)
     if not tiles.single:
         folded = folded[tiles.owner]
-    pieces = _pieces(spec, folded, parts, tiles)
+    pieces = [_piece(spec, folded, parts, tiles, piece) for piece in tiles.pieces]
     top, total, sums = (torch.cat(p) if len(p) > 1 else p[0] for p in zip(*pieces, strict=True))
     if not tiles.single:
         top, total, sums = combine(top, total, sums, tiles)
@@ -48,28 +47,18 @@ def attend_tiles(
     return result.reshape(tiles.entries * n, spec.num_heads, spec.v_head_dim)
 
 
-def _pieces(spec: AttentionSpec, folded: torch.Tensor, parts: Parts, tiles: Tiles) -> list[Softmax]:
-    """folded [N, K, rows, D] -> softmax parts of each piece of tiles, cut by the scratch's size."""
-    count = len(tiles.owner)
-    key_bytes = 4 * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
-    step = max(1, SCRATCH_BYTES // (key_bytes * tiles.size))
-    done = []
-    for first in range(0, count, step):
-        end = min(first + step, count)
-        blocks, outside = tiles.blocks[first * tiles.per_tile : end * tiles.per_tile], tiles.outside
-        if step < count:
-            low, high = first * tiles.size, end * tiles.size
-            outside = outside[(outside >= low) & (outside < high)] - low
-        k = gather_tiles(parts[0], blocks, tiles.size, None)
-        v = gather_tiles(parts[1], blocks, tiles.size, outside)
-        hidden = tiles.hidden[first:end].unsqueeze(1)
-        if tiles.queries > 1:
-            hidden = hidden.repeat(1, folded.shape[2] // tiles.queries, 1, 1).flatten(1, 2).unsqueeze(1)
-        scores = torch.bmm(folded[first:end].flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
-        weights, top, total = _soften(spec, scores.view(*folded[first:end].shape[:3], tiles.size), hidden)
-        sums = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
-        done.append((top, total, sums.view(*weights.shape[:3], -1)))
-    return done
+def _piece(spec: AttentionSpec, folded: torch.Tensor, parts: Parts, tiles: Tiles, piece: TilePiece) -> Softmax:
+    """folded [N, K, rows, D] -> the softmax parts of the piece's tiles."""
+    q = folded[piece.first : piece.end]
+    k = gather_tiles(parts[0], piece.blocks, tiles.size, None)
+    v = gather_tiles(parts[1], piece.blocks, tiles.size, piece.outside)
+    hidden = piece.hidden
+    if hidden is not None and tiles.queries > 1:
+        hidden = hidden.repeat(1, q.shape[2] // tiles.queries, 1, 1).flatten(1, 2).unsqueeze(1)
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(*q.shape[:3], tiles.size)
+    weights, top, total = _soften(spec, scores, hidden, piece.dead)
+    sums = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
+    return top, total, sums.view(*q.shape[:3], -1)
 
 
 def gather_tiles(part: torch.Tensor, blocks: torch.Tensor, size: int, outside: torch.Tensor | None) -> torch.Tensor:
@@ -81,13 +70,17 @@ def gather_tiles(part: torch.Tensor, blocks: torch.Tensor, size: int, outside: t
     return tiles.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
-def _soften(spec: AttentionSpec, scores: torch.Tensor, hidden: torch.Tensor) -> Softmax:
-    """scores [N, K, rows, tile] -> weights of the same shape, their maximum and sum [N, K, rows, 1]."""
+def _soften(spec: AttentionSpec, scores: torch.Tensor, hidden: torch.Tensor | None, dead: bool) -> Softmax:
+    """scores [N, K, rows, tile] -> weights of the same shape, their maximum and sum [N, K, rows, 1].
+
+    ``dead``: some row may see nothing; its maximum is then -inf and its weights are 0.
+    """
     if spec.soft_cap is not None:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-    scores = scores.masked_fill(hidden, NEVER)
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, NEVER)
     top = scores.amax(-1, keepdim=True)
-    weights = (scores - torch.where(top == NEVER, 0.0, top)).exp_()
+    weights = (scores - (torch.where(top == NEVER, 0.0, top) if dead else top)).exp_()
     return weights, top, weights.sum(-1, keepdim=True)
 
 
@@ -145,6 +138,6 @@ def _one_tile(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     """q [n, K, G, D], k and v [K, tile, ..], hidden [n, tile]: softmax parts of one tile for each query."""
     count, heads = len(q), range(k.shape[0])
     scores = torch.stack([torch.bmm(q[:, h], k[h].T.expand(count, -1, -1)) for h in heads], 1)
-    weights, top, total = _soften(spec, scores, hidden[:, None, None])
+    weights, top, total = _soften(spec, scores, hidden[:, None, None], True)
     sums = torch.stack([torch.bmm(weights[:, h], v[h].expand(count, -1, -1)) for h in heads], 1)
     return top, total, sums

@@ -215,7 +215,7 @@ def choose_kernel(spec: LinearSpec, wanted: str) -> Choice:
 
 
 def _onednn(dtype: str) -> Kernel:
-    return OneDnn(rows_hint=1 if dtype == "bfloat16" else 64)
+    return OneDnn(rows_hint=16 if dtype == "bfloat16" else 64)
 
 
 def _half(dtype: str) -> Kernel:

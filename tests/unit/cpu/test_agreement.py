@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from drivetrain.ops.cases import attention
 from drivetrain.ops.cases.sampling import draw_case, random_mask, sampling_inputs
 from drivetrain.ops.cases.source import Source
 from drivetrain.ops.reference import REFERENCE, Place
@@ -58,13 +59,31 @@ def test_attention_on_other_layouts(slot_dtype, block_tokens, deterministic):
         check(case, case.run(native(case.spec, deterministic)), reference.tolerance("bfloat16"))
 
 
+class InOrder:
+    """Gives blocks in ascending order, as a fresh pool does."""
+
+    def permutation(self, values):
+        return values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_blocks_that_follow_each_other(dtype):
+    reference, source = REFERENCE["attention.paged/1"], Source(dtype, 25)
+    for shape in attention.SHAPES:
+        spec = attention.make_spec(place(), shape, dtype)
+        for name, lengths in attention.BATCHES:
+            case = attention.attention_case(place(), name, spec, attention.make_rows(lengths, 16, 2, InOrder()), source)
+            check(case, case.run(native(spec)), reference.tolerance(dtype))
+
+
 def test_attention_cut_into_pieces(monkeypatch):
     """Scratch and score limits cut tiles and queries; results stay within rounding."""
-    from drivetrain_cpu import attention, attention_plan, attention_tiles
+    from drivetrain_cpu import attention as host
+    from drivetrain_cpu import attention_plan, attention_tiles
 
-    monkeypatch.setattr(attention_tiles, "SCRATCH_BYTES", 50_000)
+    monkeypatch.setattr(attention_plan, "SCRATCH_BYTES", 50_000)
     monkeypatch.setattr(attention_tiles, "SCORE_BYTES", 20_000)
-    monkeypatch.setattr(attention, "SCORE_BYTES", 20_000)
+    monkeypatch.setattr(host, "SCORE_BYTES", 20_000)
     monkeypatch.setattr(attention_plan, "PIECE_BYTES", 5_000)
     monkeypatch.setattr(attention_plan, "SHORT_KEYS", 100)
     reference = REFERENCE["attention.paged/1"]

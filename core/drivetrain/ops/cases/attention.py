@@ -186,10 +186,11 @@ def attention_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
         for name, lengths in BATCHES:
             slack = 0 if (number + len(lengths)) % 2 else 3
             rows = make_rows(lengths, spec.layout.block_tokens, slack, source.random)
-            yield _case(place, f"{name}, shape {number}, slack {slack}", spec, rows, source)
+            yield attention_case(place, f"{name}, shape {number}, slack {slack}", spec, rows, source)
 
 
-def _case(place: Place, name: str, spec: AttentionSpec, rows: Rows, source: Source) -> Case:
+def attention_case(place: Place, name: str, spec: AttentionSpec, rows: Rows, source: Source) -> Case:
+    """Make the case of one batch with random q, k, v and sinks."""
     totals = [max(n, q) for n, q in zip(rows.lengths, rows.queries, strict=True)]
     inputs: dict[str, Any] = {
         "q": source.normal(sum(rows.queries), spec.num_heads, spec.head_dim, scale=1.5),
