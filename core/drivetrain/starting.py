@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
-from drivetrain.cache.sizing import CachePlan, GroupNeed, plan_cache
+import numpy as np
+
 from drivetrain.config import EngineConfig
 from drivetrain.dist.executors import InlineExecutor
 from drivetrain.errors import ConfigError
@@ -17,48 +18,64 @@ from drivetrain.models.naming import expected_tensors
 from drivetrain.models.weights.checkpoint import DummyCheckpoint
 from drivetrain.runner.batch import step_limits
 from drivetrain.runner.caches import allocate_caches
+from drivetrain.runner.memory import MemoryPlan, MemoryRequest, compare, plan_memory
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig
 from drivetrain.runner.warmup import warm_up
+from drivetrain_api.v1 import CacheHandle, DeviceRuntime, dtype_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from drivetrain.models.decoder import Decoder
     from drivetrain.models.weights.checkpoint import Checkpoint
 
-
-@dataclass(frozen=True)
-class Sized:
-    cache: CachePlan
-    max_model_len: int
+ZEROED_AT_ONCE = 1024
 
 
-def needs_of(described: Described) -> list[GroupNeed]:
-    """Return what each cache group asks for."""
-    return [
-        GroupNeed(
-            kind=group.spec.kind,
-            layer_bytes=group.layout.bytes_per_block,
-            num_layers=len(group.layers),
-            block_tokens=group.layout.block_tokens,
-            alignment=group.layout.alignment,
-            window=group.spec.window,
+def runner_sizes(config: EngineConfig, described: Described, max_model_len: int, max_drafts: int) -> RunnerConfig:
+    """Return the sizes of the runner's tables and buffers."""
+    limits = step_limits(described.backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
+    return RunnerConfig(
+        max_num_seqs=limits.rows,
+        max_num_batched_tokens=limits.tokens,
+        max_model_len=max_model_len,
+        max_drafts=max_drafts,
+        depth=config.depth or described.backend.capabilities.default_depth,
+    )
+
+
+def memory_of(config: EngineConfig, described: Described, max_drafts: int = 0) -> MemoryPlan:
+    """Plan the memory of a described model. Nothing is loaded; the baseline is what this process holds now."""
+    backend, decoder = described.backend, described.decoder
+    weights = sum(holder.planned_bytes() for holder in decoder.holders)
+    return plan_memory(
+        MemoryRequest(
+            backend=backend,
+            decoder=decoder,
+            ops=described.ops,
+            runner=runner_sizes(config, described, described.max_model_len, max_drafts),
+            baseline=backend.memory.baseline(),
+            weight_bytes=weights,
+            load_peak_bytes=load_peak(decoder, host=backend.capabilities.shared_host_memory),
+            cache_bytes=config.cache_bytes,
+            utilization=config.memory_utilization,
+            may_shorten=not config.max_model_len,
         )
-        for group in described.decoder.groups
-    ]
+    )
 
 
-def size_cache(config: EngineConfig, described: Described, budget: int) -> Sized:
-    shared = all(group.layout.strided for group in described.decoder.groups)
-    longest = described.max_model_len
-    chunk = config.max_num_batched_tokens
-    while True:
-        try:
-            return Sized(
-                plan_cache(needs_of(described), budget, shared=shared, max_tokens=longest, chunk=chunk), longest
-            )
-        except ConfigError:
-            if config.max_model_len or longest <= 64:
-                raise
-            longest //= 2
+def load_peak(decoder: Decoder, *, host: bool) -> int:
+    """Return the most bytes that loading holds: what is loaded, the tensor being read (twice where the device is the
+    host: as read, and as the device's), and its packed form."""
+    shapes, size = decoder.spec.parameters(), dtype_bytes(decoder.spec.dtype)
+    resident = peak = 0
+    for holder in decoder.holders:
+        source = sum(prod(shapes[path]) for paths in holder.sources for path in paths) * size
+        packed = holder.planned_bytes()
+        peak = max(peak, resident + source * (2 if host else 1) + (packed if packed != source else 0))
+        resident += packed
+    return max(peak, resident)
 
 
 def checkpoint_of(config: EngineConfig, described: Described) -> Checkpoint:
@@ -73,40 +90,50 @@ def checkpoint_of(config: EngineConfig, described: Described) -> Checkpoint:
     return described.source.open_checkpoint()
 
 
+def touch(runtime: DeviceRuntime, caches: Sequence[CacheHandle | None]) -> None:
+    """Write to every block once, so that the memory is really there before the first request."""
+    for cache in caches:
+        if cache is not None:
+            for first in range(0, cache.num_blocks, ZEROED_AT_ONCE):
+                last = min(cache.num_blocks, first + ZEROED_AT_ONCE)
+                cache.zero_blocks(runtime.from_host(np.arange(first, last, dtype=cache.layout.slot_dtype)))
+    runtime.synchronize()
+
+
 def start(config: EngineConfig, described: Described, parts: Parts) -> Opened:
     """Do all that comes before the first request."""
     begin = time.perf_counter()
     backend, decoder = described.backend, described.decoder
-    memory = size_cache(config, described, config.cache_bytes or 1 << 30)
+    memory = memory_of(config, described, parts.max_drafts)
     checkpoint = checkpoint_of(config, described)
-    loaded = load(decoder, checkpoint, backend.device)
-    checkpoint.close()
+    try:
+        loaded = load(decoder, checkpoint, backend.device)
+    finally:
+        checkpoint.close()
+    backend.device.trim()
     caches = allocate_caches(backend, decoder, memory.cache)
-    limits = step_limits(backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
-    runner = Runner(
-        backend,
-        decoder,
-        caches,
-        RunnerConfig(
-            max_num_seqs=limits.rows,
-            max_num_batched_tokens=limits.tokens,
-            max_model_len=memory.max_model_len,
-            max_drafts=parts.max_drafts,
-            depth=config.depth or backend.capabilities.default_depth,
-        ),
-        described.ops,
-        parts.drafter,
-    )
+    touch(backend.device, caches)
+    sizes = runner_sizes(config, described, memory.max_model_len, parts.max_drafts)
+    runner = Runner(backend, decoder, caches, sizes, described.ops, parts.drafter)
     warm = time.perf_counter()
+    limits = step_limits(backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
     warm_up(runner, limits, largest_tokens=WARM_UP_TOKENS)
-    executor = InlineExecutor(runner)
     end = time.perf_counter()
+    check = compare(memory, backend.device.memory().peak)
     return Opened(
-        loop=make_loop(config, described, executor, memory, parts),
+        loop=make_loop(config, described, InlineExecutor(runner), memory, parts),
         runner=runner,
         memory=memory,
         vocabulary=described.spec.vocabulary,
         max_model_len=memory.max_model_len,
         dtype=described.dtype,
-        figures={"load_seconds": loaded.seconds, "warm_up_seconds": end - warm, "start_seconds": end - begin},
+        figures={
+            "load_seconds": loaded.seconds,
+            "warm_up_seconds": end - warm,
+            "start_seconds": end - begin,
+            **{f"{term.name}_bytes": term.nbytes for term in memory.terms()},
+            "weights_loaded_bytes": loaded.weight_bytes,
+            "measured_peak_bytes": check.measured,
+            "memory_error": check.error,
+        },
     )

@@ -23,7 +23,7 @@ from drivetrain.runner.drafter import RandomDrafter
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig
 from drivetrain.sched.scheduler import Scheduler, SchedulerConfig
-from drivetrain.starting import size_cache
+from drivetrain.starting import memory_of
 from tests.checkpoints import VOCABULARY, hf_greedy, random_ids, tiny_checkpoint
 from tests.e2e.harness import GREEDY, Served, choice_of
 from tests.unit.runner.devices import device as bare_device
@@ -44,7 +44,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("gemma3_text", tmp_path_factory.mktemp("probe") / "gemma")
 
 
-def outputs(served: Served, sampling: SamplingParams = GREEDY, count: int = 24, disturb: bool = False) -> list[list[int]]:
+def outputs(
+    served: Served, sampling: SamplingParams = GREEDY, count: int = 24, disturb: bool = False
+) -> list[list[int]]:
     """Tokens of all prompts, twice over; ``disturb`` preempts a running row every few steps."""
 
     def between(step: int) -> None:
@@ -278,7 +280,7 @@ def test_f_two_stages_at_depth_3(checkpoint: Path, device: str) -> None:
         cache_bytes=4 << 20,
     )
     described = describe(config, choice_of(device))
-    memory = size_cache(config, described, config.cache_bytes)
+    memory = memory_of(config, described)
     split = len(described.spec.layers) // 2
     whole = [(group.spec, group.layers) for group in described.decoder.groups]
     stages = []

@@ -21,7 +21,6 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "gguf",
-    "fastapi",
     "pyzmq",
 )
 PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "TORCH_", "DRIVETRAIN_", "HF_")
