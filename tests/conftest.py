@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.real_model import real_gguf
+
+__all__ = ["real_gguf"]  # a fixture: tests name it
+
 # Before torch loads, here and in every process that a test starts: spinning threads starve the other worker.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -44,9 +44,13 @@ IGNORED = ("rope_freqs.weight",)
 
 
 class GgufCheckpoint:
-    """Tensors of one GGUF file. The dense copy of a quantized tensor is bfloat16, whatever dtype is asked for, so that
-    a model has the same weights in float32 and in bfloat16 (docs/decisions/0006). Gemma's norm weights lose the 1 that the format adds; Llama's q and k rows go back
-    from the format's interleaved order to Hugging Face's halves."""
+    """Tensors of one GGUF file.
+
+    The dense copy of a quantized tensor is bfloat16, whatever dtype is asked for, so that a model has the same
+    weights in float32 and in bfloat16 (docs/decisions/0006); tensors stored as floats are taken as they are. Gemma's
+    norm weights lose the 1 that the format adds; Llama's q and k rows go back from the format's interleaved order to
+    Hugging Face's halves.
+    """
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
