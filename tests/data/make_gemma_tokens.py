@@ -116,7 +116,7 @@ def main() -> None:
         typed = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         case = {"text": text, "meant": meant, "decoded": tokenizer.decode(meant, skip_special_tokens=True)}
         cases.append(case if typed == meant else {**case, "typed": typed})
-    about = f"GemmaTokenizer of the packaged Q4_K_M GGUF, Transformers {transformers.__version__}; by make_gemma_tokens.py"
+    about = f"the packaged Q4_K_M GGUF's tokenizer by Transformers {transformers.__version__}; make_gemma_tokens.py"
     lines = ",\n".join(json.dumps(case) for case in cases)
     bos = tokenizer("").input_ids
     OUT.write_text(f'{{"about": {json.dumps(about)}, "bos": {bos},\n"cases": [\n{lines}\n]}}\n', encoding="utf-8")

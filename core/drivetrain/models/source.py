@@ -1,4 +1,7 @@
-"""Where a model comes from: a directory, a GGUF file, or a hub id that is already in the local hub cache. Torch-free."""
+"""Where a model comes from: a directory, a GGUF file, or a hub id that the local hub cache holds. Torch-free.
+
+The network is never touched.
+"""
 
 from __future__ import annotations
 

@@ -142,6 +142,7 @@ def test_the_real_roles(gemma: Tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_real_tokenizer_on_other_strings(gemma: Tokenizer, real_gguf: Path):
     from transformers import AutoTokenizer
 

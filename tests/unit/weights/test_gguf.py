@@ -266,6 +266,7 @@ def test_the_real_model(real_gguf: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_of_the_real_model_is_as_transformers_dequantizes_it(real_gguf: Path):
     from transformers import AutoModelForCausalLM, GgufConfig
 
