@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
+Place = tuple[int, int, int]  # group, index in the row's table, block: tokens index * block_tokens and on
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """A load ended: the first ``num_tokens`` tokens of the request are valid now (fewer than asked: no more are)."""
@@ -33,11 +36,11 @@ class Connector(Protocol):
     def match(self, request_id: int, digests: Sequence[bytes], num_cached: int) -> int:
         """Return how many tokens of the prompt it could bring, 0 when no more than the ``num_cached`` here."""
 
-    def load(self, request_id: int, num_tokens: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Begin to fill (group, block) pairs, in table order, for the first ``num_tokens`` tokens."""
+    def load(self, request_id: int, num_tokens: int, blocks: Sequence[Place]) -> None:
+        """Begin to fill these blocks, so that the first ``num_tokens`` tokens are valid in all groups."""
 
-    def finished(self, request_id: int, num_tokens: int, blocks: Sequence[tuple[int, int]]) -> bool:
-        """Tell that a request ended with that much computed; True keeps its blocks held until ``released``."""
+    def finished(self, request_id: int, num_tokens: int, blocks: Sequence[Place]) -> bool:
+        """Tell that a request ended with that many tokens valid; True keeps its blocks held until ``released``."""
 
     def poll(self) -> ConnectorEvents:
         """Return what has happened. Never waits."""

@@ -50,6 +50,7 @@ class PagedGroup:
         self._index = pool.groups[number].index
         self._size, self._unit, self._window = size, unit, plan.window
         self._parts = unit // size if unit > size else 0
+        self._places = np.arange(self._parts, dtype=np.int32)
         self.suffixes = tuple(bytes((place,)) for place in range(self._parts)) or (b"",)
 
     def name_of(self, digests: Sequence[bytes], index: int) -> bytes:
@@ -60,11 +61,12 @@ class PagedGroup:
     def named_upto(self, position: int) -> int:
         return position // self.granule * self.granule // self._size
 
-    def completed(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def completed(self, units: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
         """Say which blocks get names when one unit of each of n rows is complete: which of the rows [m] have such
-        blocks, and their table indices [m, p]. A block's name is the unit's digest and its place's suffix."""
+        blocks (None: all), and their table indices [m, p]. A block's name is the unit's digest and its place's suffix.
+        """
         if self._parts:
-            return np.arange(len(units)), (units * self._parts)[:, None] + np.arange(self._parts)
+            return None, (units * self._parts)[:, None] + self._places
         per_block = self._size // self._unit
         chosen = ((units + 1) % per_block == 0).nonzero()[0]
         return chosen, ((units[chosen] + 1) // per_block - 1)[:, None]

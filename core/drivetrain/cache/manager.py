@@ -121,17 +121,20 @@ class CacheManager:
         when all have theirs; what was allocated before it stays allocated."""
         lacks: int | None = None
         for group in self.paged:
-            number, size = group.number, group.plan.block_tokens
-            while lacks is None:
-                short = rows[upto > self.ends[number, rows] * size]
-                if not len(short):
-                    break
-                blocks = self.pool.take_many(number, len(short))
-                got = short[: len(blocks)]
-                self._record_many(number, got, self.ends[number, got], blocks)
-                self.ends[number, got] += 1
+            ends, size = self.ends[group.number], group.plan.block_tokens
+            left = (upto + (size - 1)) // size - ends[rows]
+            chosen = (left > 0).nonzero()[0]
+            while len(chosen) and lacks is None:
+                short = rows[chosen]
+                blocks = self.pool.take_many(group.number, len(short))
                 if len(blocks) < len(short):
                     lacks = int(short[len(blocks)])
+                    short = short[: len(blocks)]
+                indices = ends[short]
+                self._record_many(group.number, short, indices, blocks)
+                ends[short] = indices + 1
+                left -= 1
+                chosen = (left > 0).nonzero()[0]
         self._see_horizon(rows)
         return lacks
 
@@ -140,10 +143,10 @@ class CacheManager:
         if not self.paged:
             self.horizon[rows] = self.max_tokens
             return
-        first, *others = [self.ends[g.number, rows] * g.plan.block_tokens for g in self.paged]
-        for other in others:
-            np.minimum(first, other, out=first)
-        self.horizon[rows] = first
+        horizon = self.ends[self.paged[0].number][rows] * self.paged[0].plan.block_tokens
+        for group in self.paged[1:]:
+            horizon = np.minimum(horizon, self.ends[group.number][rows] * group.plan.block_tokens)
+        self.horizon[rows] = horizon
 
     def _record_many(self, number: int, rows: np.ndarray, indices: np.ndarray, blocks: Sequence[int]) -> None:
         """One table entry of each row changes."""
@@ -164,26 +167,26 @@ class CacheManager:
     def slide(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Let go of blocks that no query at ``positions`` or later can read (sliding windows)."""
         for group in self.sliding:
-            number, size, window = group.number, group.plan.block_tokens, group.plan.window
+            firsts, size, window = self.firsts[group.number], group.plan.block_tokens, group.plan.window
             assert window is not None, "a sliding group has a window"
-            needed = np.minimum(np.maximum(positions - window + 1, 0) // size, self.ends[number, rows])
-            while True:
-                past = needed > self.firsts[number, rows]
-                rows_past = rows[past]
-                if not len(rows_past):
-                    break
-                indices = self.firsts[number, rows_past]
-                blocks = self.tables[number][rows_past, indices]
-                self._record_many(number, rows_past, indices, np.zeros_like(blocks))
-                self.pool.drop_many(number, blocks.tolist())
-                self.firsts[number, rows_past] += 1
+            left = (positions - (window - 1)) // size - firsts[rows]
+            chosen = (left > 0).nonzero()[0]
+            while len(chosen):
+                which = rows[chosen]
+                indices = firsts[which]
+                blocks = self.tables[group.number][which, indices].tolist()
+                self._record_many(group.number, which, indices, [0] * len(blocks))
+                self.pool.drop_many(group.number, blocks)
+                firsts[which] = indices + 1
+                left -= 1
+                chosen = (left > 0).nonzero()[0]
 
     def publish(self, row: int, digests: Sequence[bytes], begin: int, end: int) -> list[Held]:
-        """Name the row's blocks that units ``begin`` .. ``end`` - 1 complete; returns those newly named."""
+        """Name the row's blocks that tokens ``begin`` .. ``end`` - 1, whole units, complete; returns those new."""
         new: list[Held] = []
         for group in self.paged:
             number = group.number
-            first, last = group.named_upto(begin * self.unit), group.named_upto(end * self.unit)
+            first, last = group.named_upto(begin), group.named_upto(end)
             for index, block in enumerate(self.tables[number][row, first:last].tolist(), first):
                 if block and self.pool.name(number, block, group.name_of(digests, index)):
                     new.append((number, block))
@@ -195,9 +198,9 @@ class CacheManager:
             blocks = self.pool.groups[group.number]
             names, index, suffixes = blocks.names, blocks.index, group.suffixes
             chosen, places = group.completed(units)
-            held = self.tables[group.number][rows[chosen, None], places].tolist()
-            for at, row in zip(chosen.tolist(), held, strict=True):
-                digest = digests[at]
+            which, ends = (rows, digests) if chosen is None else (rows[chosen], [digests[i] for i in chosen.tolist()])
+            held = self.tables[group.number][which[:, None], places].tolist()
+            for digest, row in zip(ends, held, strict=True):
                 for suffix, block in zip(suffixes, row, strict=True):
                     if block and names[block] is None:
                         name = digest + suffix
@@ -255,12 +258,17 @@ class CacheManager:
             self._record(number, row, range(first, end), table[row, first:end].tolist())
 
     def held(self, row: int) -> list[Held]:
-        """Return (group, block) of all that a row holds, in the order of the table."""
-        return [
-            (number, block)
-            for number, table in enumerate(self.tables)
-            for block in table[row, self.firsts[number, row] : self.ends[number, row]].tolist()
-        ]
+        """Return (group, block) of all that a row holds."""
+        return [(group, block) for group, _, block in self.places(row)]
+
+    def places(self, row: int, begin: int = 0) -> list[tuple[int, int, int]]:
+        """Return (group, table index, block) of all that a row holds for tokens from ``begin`` on."""
+        found = []
+        for number, table in enumerate(self.tables):
+            size = self.plan.groups[number].block_tokens if self.groups[number] in self.paged else 1
+            first, end = max(int(self.firsts[number, row]), begin // size), int(self.ends[number, row])
+            found += [(number, i, block) for i, block in enumerate(table[row, first:end].tolist(), first)]
+        return found
 
     def take_changes(self) -> Changes:
         """Return and forget what changed since the last call."""

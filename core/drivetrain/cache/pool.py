@@ -68,30 +68,70 @@ class Pool:
     def take_many(self, group: int, count: int) -> list[int]:
         """Hand out blocks with one holder each, fewer than asked when no more can be had. Free ones first."""
         blocks = self.groups[group]
-        opened, refs = blocks.open, blocks.refs
-        taken: list[int] = []
+        opened, taken = blocks.open, list[int]()
         while count:
-            if not opened and not self._make_free(group):
-                break
-            slab = next(iter(opened))
-            free = opened[slab]
-            if len(free) > count:
-                part = free[-count:]
-                del free[-count:]
+            if opened:
+                part = self._take_open(blocks, count)
+            elif self.free_slabs:
+                self._open_slab(group, blocks)
+                continue
             else:
-                part = free
-                del opened[slab]
-            for block in part:
-                refs[block] = 1
-            if self.shared:
-                if not self.held_in[slab]:
-                    self._busy(slab, blocks)
-                self.held_in[slab] += len(part)
-            taken += reversed(part)
+                part = self._take_cached(group, blocks, count)
+                if not part:
+                    break
+            taken += part
             count -= len(part)
-        blocks.num_free -= len(taken)
+        refs = blocks.refs
+        for block in taken:
+            refs[block] = 1
         blocks.num_held += len(taken)
         return taken
+
+    def _take_open(self, blocks: GroupBlocks, count: int) -> list[int]:
+        """Take free blocks of one slab."""
+        slab = next(iter(blocks.open))
+        free = blocks.open[slab]
+        if len(free) > count:
+            part = free[-count:]
+            del free[-count:]
+        else:
+            part = free
+            del blocks.open[slab]
+        blocks.num_free -= len(part)
+        if self.shared:
+            if not self.held_in[slab]:
+                self._busy(slab, blocks)
+            self.held_in[slab] += len(part)
+        part.reverse()
+        return part
+
+    def _take_cached(self, group: int, blocks: GroupBlocks, count: int) -> list[int]:
+        """Evict the group's oldest cached blocks, or first what another group has let go of for longer."""
+        slab = next(iter(self.idle), None)
+        foreign = slab is not None and self.owner[slab] != group
+        own = next(iter(blocks.cached), None)
+        if slab is not None and foreign and (own is None or self.idle[slab] < blocks.cached[own]):
+            self._empty(slab)
+            self._open_slab(group, blocks)
+            return self._take_open(blocks, count)
+        bar = self.idle[slab] if slab is not None and foreign else self._clock
+        names, index, cached, part = blocks.names, blocks.index, blocks.cached, list[int]()
+        for block, since in cached.items():
+            if len(part) == count or since > bar:
+                break
+            part.append(block)
+        for block in part:
+            del cached[block]
+            name = names[block]
+            assert name is not None, "a cached block has a name"
+            del index[name]
+            names[block] = None
+            if self.shared:
+                slab = block // blocks.per_slab
+                if not self.held_in[slab]:
+                    self._busy(slab, blocks)
+                self.held_in[slab] += 1
+        return part
 
     def hold(self, group: int, block: int) -> None:
         """Add a holder to a held or cached block."""
@@ -180,20 +220,8 @@ class Pool:
         self.owner[slab] = NO_OWNER
         self.free_slabs.append(slab)
 
-    def _make_free(self, group: int) -> bool:
-        """Make at least one block of the group free: a free slab, or else the oldest of its own cached blocks and of
-        the slabs that another group does not hold."""
-        blocks = self.groups[group]
-        if not self.free_slabs:
-            own = next(iter(blocks.cached), None)
-            slab = next(iter(self.idle), None)
-            if slab is not None and self.owner[slab] != group and (own is None or self.idle[slab] < blocks.cached[own]):
-                self._empty(slab)
-            elif own is not None:
-                self._evict(blocks, own)
-                return True
-            else:
-                return False
+    def _open_slab(self, group: int, blocks: GroupBlocks) -> None:
+        """Give a free slab to a group."""
         slab = self.free_slabs.pop()
         self.owner[slab] = group
         first = slab * blocks.per_slab
@@ -201,17 +229,6 @@ class Pool:
         blocks.num_free += blocks.per_slab
         self.idle[slab] = self._clock
         blocks.num_idle += 1
-        return True
-
-    def _evict(self, blocks: GroupBlocks, block: int) -> None:
-        """Free one cached block but keep its slab, which is about to be used."""
-        name = blocks.names[block]
-        assert name is not None, "a cached block has a name"
-        del blocks.index[name]
-        blocks.names[block] = None
-        del blocks.cached[block]
-        blocks.open.setdefault(block // blocks.per_slab, []).append(block)
-        blocks.num_free += 1
 
     def _empty(self, slab: int) -> None:
         """Evict every cached block of an idle slab; the last one releases it."""

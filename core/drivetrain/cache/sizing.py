@@ -9,6 +9,8 @@ from drivetrain.errors import ConfigError
 
 MAX_PADDING = 0.03
 MAX_MULTIPLE = 64
+MANY_SLABS = 1024
+MAX_SLAB_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,8 @@ def _shared(needs: Sequence[GroupNeed], budget: int) -> CachePlan:
             break
     assert best is not None
     padding, slab, counts = best
+    larger = max(1, min(budget // slab // MANY_SLABS, MAX_SLAB_BLOCKS // min(counts)))  # fewer slabs cost less to keep
+    slab, counts = slab * larger, [n * larger for n in counts]
     num_slabs = budget // slab
     groups = tuple(_group(need, slab // n, n, num_slabs * n) for need, n in zip(needs, counts, strict=True))
     return CachePlan(shared=True, num_slabs=num_slabs, slab_bytes=slab, groups=groups, padding=padding)

@@ -87,7 +87,8 @@ def open_row(state: SchedulerState, request: Request, hit: int, upto: int) -> bo
         state.table.stop(row)
         state.stuck = True
         return False
-    state.table.hashed[row] = hit // state.cache.unit
+    if state.caches(request):
+        state.table.published[row] = hit
     state.writing.shared(request.request_id, shared)
     return True
 
@@ -140,7 +141,7 @@ def load_remote(state: SchedulerState, request: Request, hit: int, connector: Co
     request.state, request.remote_tokens = State.WAITING_REMOTE, brings
     state.remote[request.request_id] = request
     state.cache.hold_back(request.row)
-    connector.load(request.request_id, brings, state.cache.held(request.row))
+    connector.load(request.request_id, brings, state.cache.places(request.row, hit))
     return True
 
 

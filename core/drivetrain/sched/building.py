@@ -243,11 +243,11 @@ def _publish(state: SchedulerState, prompts: Prompts) -> list[tuple[int, int, in
     for row in prompts.rows:
         request = table.at(row)
         if state.caches(request):
-            units = int(table.reserved[row]) // unit
-            request.chain.extend(table.tokens[row], units * unit)
-            named = state.cache.publish(row, request.chain.digests, int(table.hashed[row]), units)
+            upto = int(table.reserved[row]) // unit * unit
+            request.chain.extend(table.tokens[row], upto)
+            named = state.cache.publish(row, request.chain.digests, int(table.published[row]), upto)
             new += [(group, block, request.request_id) for group, block in named]
-            table.hashed[row] = units
+            table.published[row] = upto
     return new
 
 

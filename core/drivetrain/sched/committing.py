@@ -157,27 +157,20 @@ def _publish(state: SchedulerState, rows: np.ndarray, confirmed: np.ndarray) -> 
     with the next steps, and each at the latest when it leaves its row.
     """
     table, unit = state.table, state.cache.unit
-    units = table.hashed[rows]
-    due = (confirmed >= (units + 1) * unit).nonzero()[0]
+    begins = table.published[rows]
+    due = (confirmed - begins >= unit).nonzero()[0]
     if not len(due):
         return
     due = due[: UNITS_AT_LEAST + 2 * (1 + state.config.max_drafts) * len(rows) // unit]
-    rows, units = rows[due], units[due]
-    table.hashed[rows] = units + 1
-    columns = (units * unit)[:, None] + np.arange(unit)
-    data, size = table.tokens[rows[:, None], columns].astype("<i4", copy=False).tobytes(), 4 * unit
-    digests, keep = [], []
+    rows, begins = rows[due], begins[due]
+    table.published[rows] = begins + unit
+    data = table.tokens[rows[:, None], begins[:, None] + state.places].astype("<i4", copy=False).tobytes()
+    units, size, digests = begins // unit, 4 * unit, []
     for i, (row, number) in enumerate(zip(rows.tolist(), units.tolist(), strict=True)):
-        request = table.at(row)
-        if request.asked.pooling is not None:
-            continue
-        chain = request.chain
-        if len(chain.digests) > number:
-            digests.append(chain.digests[number])
-        else:
-            digests.append(chain.push(data[i * size : (i + 1) * size]))
-        keep.append(i)
-    state.cache.publish_units(rows[keep], units[keep], digests)
+        chain = table.at(row).chain
+        known = len(chain.digests) > number
+        digests.append(chain.digests[number] if known else chain.push(data[i * size : (i + 1) * size]))
+    state.cache.publish_units(rows, units, digests)
 
 
 def _any_end(result: StepResult, drawn: Drawn, refused: dict[int, str]) -> bool:

@@ -19,6 +19,7 @@ from drivetrain.sched.grammar import GrammarSession
 
 NO_EPOCH = 0
 STOP_SLOTS = 8
+NEVER = 1 << 30
 
 
 class State(Enum):
@@ -77,7 +78,7 @@ class RequestTable:
         self.known = np.zeros(max_rows, np.int32)
         self.target = np.zeros(max_rows, np.int32)
         self.limit = np.zeros(max_rows, np.int32)
-        self.hashed = np.zeros(max_rows, np.int32)  # units whose blocks were offered to the index
+        self.published = np.zeros(max_rows, np.int32)  # tokens whose blocks were offered to the index, or NEVER
         self.in_flight = np.zeros(max_rows, np.int32)
         self.late = np.zeros(max_rows, bool)
         self.unsampled = np.zeros(max_rows, bool)  # a late row whose last plan has not been sampled
@@ -106,7 +107,7 @@ class RequestTable:
         self.confirmed[row] = self.reserved[row] = computed
         self.known[row] = self.target[row] = known
         self.limit[row] = request.limit
-        self.hashed[row] = 0
+        self.published[row] = NEVER
         self.in_flight[row] = 0
         self.late[row] = request.grammar is not None
         self.num_late += request.grammar is not None

@@ -145,12 +145,14 @@ class SchedulerState:
     in_flight: dict[int, list[int]] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     ones: Ones = field(init=False)
+    places: np.ndarray = field(init=False)  # 0 .. unit - 1
     next_plan: int = 0
     next_order: int = 0
     stuck: bool = False
 
     def __post_init__(self) -> None:
         self.ones = Ones(self.table.max_rows)
+        self.places = np.arange(self.cache.unit, dtype=np.int32)
 
     def rows_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that decode, int32 and intp, made anew only when the set changed."""
@@ -179,12 +181,13 @@ class SchedulerState:
 
     def publish_confirmed(self, row: int) -> None:
         """Name the blocks of a row that are complete, confirmed and not yet named."""
-        request, table = self.table.at(row), self.table
-        units = int(table.confirmed[row]) // self.cache.unit
-        if units > table.hashed[row] and self.config.prefix_caching and self.caches(request):
-            request.chain.extend(table.tokens[row], units * self.cache.unit)
-            self.cache.publish(row, request.chain.digests, int(table.hashed[row]), units)
-            table.hashed[row] = units
+        table, begin = self.table, int(self.table.published[row])
+        upto = int(table.confirmed[row]) // self.cache.unit * self.cache.unit
+        if upto > begin and self.config.prefix_caching:
+            chain = table.at(row).chain
+            chain.extend(table.tokens[row], upto)
+            self.cache.publish(row, chain.digests, begin, upto)
+            table.published[row] = upto
 
     def leave_row(self, row: int) -> Request:
         """Take the row of a running request away, with its blocks; the next plan tells the runner."""
@@ -246,11 +249,11 @@ class SchedulerState:
     def _pin(self, request: Request) -> None:
         if self.connector is None or request.state is not State.RUNNING:
             return
-        held = self.cache.held(request.row)
-        if self.connector.finished(request.request_id, int(self.table.confirmed[request.row]), held):
-            for group, block in held:
+        places = self.cache.places(request.row)
+        if self.connector.finished(request.request_id, int(self.table.confirmed[request.row]), places):
+            self.pinned[request.request_id] = [(group, block) for group, _, block in places]
+            for group, block in self.pinned[request.request_id]:
                 self.cache.pool.hold(group, block)
-            self.pinned[request.request_id] = held
 
     def release(self, request_id: int) -> None:
         """Nothing reads the blocks of an ended request any more."""
