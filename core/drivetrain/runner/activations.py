@@ -62,7 +62,12 @@ def attention_workspace(group: CacheGroup, config: RunnerConfig) -> int:
 def layer_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """Return the bytes of the largest layer's peak, all query tokens at once."""
     elements = max((live_elements(layer, spec.hidden) for layer in spec.layers), default=0)
-    return sizes.tokens * elements * dtype_bytes(spec.dtype) + sizes.workspace
+    return sizes.tokens * elements * _element_bytes(spec) + sizes.workspace
+
+
+def _element_bytes(spec: ModelSpec) -> int:
+    """Bytes of a live element; below float32 most of them are also held in float32 for a moment."""
+    return 4 if spec.dtype == "float32" else 4 + dtype_bytes(spec.dtype)
 
 
 def live_elements(layer: LayerSpec, hidden: int) -> int:
@@ -85,7 +90,7 @@ def live_elements(layer: LayerSpec, hidden: int) -> int:
 def sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """Return the bytes of sampling's peak: hidden states of all rows that sample, logits and draws of those that are
     done at once."""
-    element = 4 if spec.dtype == "float32" else 4 + dtype_bytes(spec.dtype)
+    element = _element_bytes(spec)
     element += 8 if spec.logit_soft_cap is not None else 0
     rows = rows_at_once(sizes.logits, spec.vocabulary, LOGIT_BYTES, 4)
     logits = rows * spec.vocabulary * element

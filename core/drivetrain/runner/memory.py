@@ -1,6 +1,6 @@
 """Memory is planned, not guessed: every byte that serving will hold, before anything is loaded.
 
-    cache = limit - context - weights - rows and staging - graphs - slack - max over phases of a step
+    cache = limit - context - weights - rows and staging - graphs - slack - largest step
 
 A step's phases never hold their memory together: the layers (activations of all query tokens, attention's
 workspace), and then sampling (hidden states and logits of the rows that sample, the draw). The same figures size the
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 DEFAULT_UTILIZATION = 0.9
 HOST_CACHE_BYTES = 1 << 30
-HOST_SLACK, DEVICE_SLACK = 24 * MIB, 64 * MIB
+HOST_SLACK, DEVICE_SLACK = 40 * MIB, 64 * MIB
+HOST_KEPT = 256 * MIB
 SHORTEST = 64
 
 
@@ -65,7 +66,8 @@ class MemoryPlan:
     """Bytes by purpose, and the cache that follows from them.
 
     ``context``: held by this process before loading. ``others``: held by other processes. ``layers`` and
-    ``sampling``: the two phases of the largest step. ``load_peak``: the most that loading holds beside ``context``.
+    ``sampling``: the two phases of the largest step. ``kept``: what the allocator keeps of a phase's memory when the
+    next one needs blocks of other sizes. ``load_peak``: the most that loading holds beside ``context``; checked apart.
     """
 
     total: int
@@ -77,6 +79,7 @@ class MemoryPlan:
     staging: int
     layers: int
     sampling: int
+    kept: int
     graphs: int
     slack: int
     load_peak: int
@@ -86,7 +89,7 @@ class MemoryPlan:
     @property
     def step(self) -> int:
         """The most that a step holds beside what stays: its larger phase."""
-        return max(self.layers, self.sampling)
+        return max(self.layers, self.kept + self.sampling)
 
     @property
     def resident(self) -> int:
@@ -95,21 +98,18 @@ class MemoryPlan:
         return self.context + held + self.slack
 
     @property
-    def serving_peak(self) -> int:
+    def peak(self) -> int:
         """The most held while serving."""
         return self.resident + self.step
-
-    @property
-    def peak(self) -> int:
-        """The most held at any moment, loading included."""
-        return max(self.serving_peak, self.context + self.load_peak)
 
     def terms(self) -> tuple[MemoryTerm, ...]:
         """Every term, in the order of the formula."""
         groups = ", ".join(f"{g.kind} {g.num_blocks} x {g.block_tokens} tokens" for g in self.cache.groups)
         padding = f", {self.cache.padding:.1%} padding" if self.cache.padding else ""
         return (
-            MemoryTerm(name="limit", nbytes=self.limit, note=f"of {self.total} in all, {self.others} held by others"),
+            MemoryTerm(
+                name="limit", nbytes=self.limit, note=f"of {_mib(self.total)}; {_mib(self.others)} held by others"
+            ),
             MemoryTerm(name="context", nbytes=self.context, note="this process before loading, measured"),
             MemoryTerm(name="weights", nbytes=self.weights, note="parameters as packed, exact"),
             MemoryTerm(name="rows", nbytes=self.rows, note="block tables and sampling state, exact"),
@@ -118,8 +118,10 @@ class MemoryPlan:
             MemoryTerm(name="graphs", nbytes=self.graphs, note="captured steps, estimated"),
             MemoryTerm(name="layers", nbytes=self.layers, note="largest step: activations and attention, estimated"),
             MemoryTerm(name="sampling", nbytes=self.sampling, note="largest step: logits and draws, estimated"),
+            MemoryTerm(name="kept", nbytes=self.kept, note="freed activations that the allocator keeps, estimated"),
             MemoryTerm(name="slack", nbytes=self.slack, note="code and allocator, estimated"),
-            MemoryTerm(name="peak", nbytes=self.peak, note=f"loading {self.load_peak}, a step {self.step}"),
+            MemoryTerm(name="peak", nbytes=self.peak, note="the most while serving"),
+            MemoryTerm(name="load_peak", nbytes=self.context + self.load_peak, note="the most while loading"),
         )
 
 
@@ -149,7 +151,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
 
 
 def compare(plan: MemoryPlan, measured_peak: int) -> MemoryCheck:
-    """Compare the planned peak with the highest bytes that were measured since the process began."""
+    """Compare the planned peak with the highest bytes measured since loading (warm-up begins a new measurement)."""
     return MemoryCheck(planned=plan.peak, measured=measured_peak)
 
 
@@ -159,6 +161,7 @@ def _plan(request: MemoryRequest) -> MemoryPlan:
     host = backend.capabilities.shared_host_memory
     sizes = StepSizes.of(request.decoder, request.ops, config)
     free = base.total - base.others - base.context
+    layers = layer_bytes(request.decoder.spec, sizes)
     staging = staging_capacity(shape, config) * 4 * (config.depth + 1) * (2 if host else 1)
     plan = MemoryPlan(
         total=base.total,
@@ -168,15 +171,18 @@ def _plan(request: MemoryRequest) -> MemoryPlan:
         weights=request.weight_bytes,
         rows=table_bytes(shape),
         staging=staging,
-        layers=layer_bytes(request.decoder.spec, sizes),
+        layers=layers,
         sampling=sampling_bytes(request.decoder.spec, sizes),
+        kept=min(layers, HOST_KEPT) if host else 0,
         graphs=_graph_bytes(backend, config),
         slack=HOST_SLACK if host else DEVICE_SLACK,
         load_peak=request.load_peak_bytes,
         cache=CachePlan(shared=True, num_slabs=0, slab_bytes=0, groups=(), padding=0.0),
         max_model_len=config.max_model_len,
     )
-    left = plan.limit - plan.serving_peak
+    if plan.context + plan.load_peak > plan.limit:
+        raise _too_large(plan, plan.context + plan.load_peak - plan.limit, "loading takes more than the limit")
+    left = plan.limit - plan.peak
     if left <= 0:
         raise _too_large(plan, -left, "the weights and one step alone are larger than the limit")
     budget = request.cache_bytes or (min(left, _wanted(request)) if host and not request.utilization else left)
@@ -226,6 +232,10 @@ def _graph_bytes(backend: Backend, config: RunnerConfig) -> int:
         return 0
     count = backend.graphs.budget.max_graphs or config.max_num_seqs.bit_length()
     return int(backend.memory.graph_estimate(count, config.max_num_seqs).get("bytes", 0))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.0f} MiB"
 
 
 def _too_large(plan: MemoryPlan, missing: int, what: str) -> ConfigError:
