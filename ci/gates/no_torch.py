@@ -26,6 +26,7 @@ USES_TORCH = (
     "drivetrain.models",
     "drivetrain.ops",
     "drivetrain.runner",
+    "drivetrain.starting",
 )
 COMMAND = "drivetrain.cli.main"
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from drivetrain_api.v1 import Backend
 
 FIXED_CHUNK = 256
-WARM_UP_TOKENS = 512
+WARM_UP_TOKENS = 16
 
 
 def resolve_device(config: EngineConfig) -> Choice:
@@ -163,9 +163,10 @@ def _validate(config: EngineConfig, choice: Choice, backend: Backend, dtype: str
 
 def open_loop(config: EngineConfig, choice: Choice, parts: Parts = Parts()) -> Opened:  # noqa: B008
     """Open everything and warm up; what comes back serves at once."""
-    from drivetrain.starting import start
+    described = describe(config, choice)
+    from drivetrain.starting import start  # after the backend has set what torch must find when it loads
 
-    return start(config, describe(config, choice), parts)
+    return start(config, described, parts)
 
 
 def make_loop(config: EngineConfig, described: Described, executor: Executor, memory: MemoryPlan, parts: Parts) -> Loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -100,8 +101,12 @@ def touch(runtime: DeviceRuntime, caches: Sequence[CacheHandle | None]) -> None:
     runtime.synchronize()
 
 
-def start(config: EngineConfig, described: Described, parts: Parts) -> Opened:
-    """Do all that comes before the first request."""
+def start(config: EngineConfig, described: Described, parts: Parts, *, measure: bool = False) -> Opened:
+    """Do all that comes before the first request.
+
+    A backend of dynamic shapes has nothing to compile: it warms up with one short step, or with the largest step
+    when that is to be measured. One of fixed shapes runs every shape.
+    """
     begin = time.perf_counter()
     backend, decoder = described.backend, described.decoder
     memory = memory_of(config, described, parts.max_drafts)
@@ -117,7 +122,9 @@ def start(config: EngineConfig, described: Described, parts: Parts) -> Opened:
     runner = Runner(backend, decoder, caches, sizes, described.ops, parts.drafter)
     warm = time.perf_counter()
     limits = step_limits(backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
-    warm_up(runner, limits, largest_tokens=WARM_UP_TOKENS)
+    if backend.shapes.dynamic and not measure:
+        limits = replace(limits, rows=1, tokens=min(limits.tokens, WARM_UP_TOKENS))
+    warm_up(runner, limits)
     end = time.perf_counter()
     check = compare(memory, backend.device.memory().peak)
     return Opened(

@@ -30,7 +30,7 @@ from tests.unit.runner.devices import device as bare_device
 from tests.unit.runner.fakes import runner_config
 from tests.unit.runner.test_states import StateDecoder, expected
 
-PROMPTS = [random_ids(40, 1), random_ids(5, 2), random_ids(71, 3), random_ids(33, 4), random_ids(50, 5)]
+PROMPTS = [random_ids(40, 1), random_ids(5, 2), random_ids(71, 3), random_ids(33, 4), random_ids(150, 5)]
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95)
 
 

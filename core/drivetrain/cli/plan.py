@@ -22,11 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; with ``--measure`` also what was measured."""
     from drivetrain.launch import Parts, describe, resolve_device
-    from drivetrain.starting import memory_of, start
 
     config, _ = configs(arguments)
     described = describe(config, resolve_device(config))
-    opened = start(config, described, Parts()) if arguments.measure else None
+    from drivetrain.starting import memory_of, start  # after the backend has set what torch must find when it loads
+
+    opened = start(config, described, Parts(), measure=True) if arguments.measure else None
     plan = opened.memory if opened else memory_of(config, described)
     data: dict[str, Any] = {
         "model": config.model,

@@ -21,10 +21,16 @@ class InlineExecutor:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.forward = runner.forward
-        self.sample = runner.sample
         self.poll = runner.poll
         self.close = runner.close
+
+    def forward(self, plan: StepPlan) -> None:
+        """Run a plan's layers."""
+        self.runner.forward(plan)
+
+    def sample(self, plan_id: int, late: LateInput | None) -> None:
+        """Draw for the rows that can."""
+        self.runner.sample(plan_id, late)
 
     @property
     def depth(self) -> int:
