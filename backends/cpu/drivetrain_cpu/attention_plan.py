@@ -13,9 +13,9 @@ from drivetrain_api.v1 import AttentionBatch, AttentionSpec
 
 TILE = 64
 FEW_QUERIES = 8
-SHORT_KEYS = 384
-PIECE_BYTES = 1 << 20
-SCRATCH_BYTES = 2 << 20
+SHORT_KEYS = 512
+PIECE_BYTES = 2 << 20
+SCRATCH_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

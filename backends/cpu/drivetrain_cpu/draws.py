@@ -1,26 +1,39 @@
 """sample.draw/1: the reference's tokens, with noise computed only where it can decide.
 
-Noise lies in -3.13 .. 22.89. A token can win only if its scaled logit is within the largest noise of the best score
-known so far, so groups of four tokens (one generator call) below that are skipped. Among the others a float32
-estimate of the score finds the few within ``SLACK`` of the best, and these alone are computed exactly.
+Let s be the score of the likeliest token. A token of scaled logit l can win only if its noise is at least s - l, that
+is if its 32-bit word is at most 2^32 e^(l - s) (as -log1p(-u) >= u). A word costs a fifth of a noise, most tokens fail
+this test, and those that pass are computed exactly.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
 from drivetrain_api.v1 import DrawSpec, SamplingInputs
 
 MASK = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+HALF, LOW = np.uint64(32), np.uint64(MASK)
 NEVER = float("-inf")
-LARGEST_NOISE = 22.89
-SMALLEST_NOISE = -3.14
-SLACK = 0.5
+MARGIN = 1.0001  # float32 rounding of scores and of the bound
 NUCLEUS = 256
-MANY = 4096
+FEW = 64
+DENSE = 4
 CHUNK = 16384
+
+Words = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where one row's noise comes from: the generator's key and the counter's last three words."""
+
+    key: tuple[int, int]
+    rest: tuple[int, int, int]
 
 
 class Draw:
@@ -35,31 +48,53 @@ class Draw:
         best = allowed.argmax(-1)
         if not inputs.all_greedy:
             for row in (inputs.temperature != 0).nonzero().flatten().tolist():
+                seed = int(inputs.seed[row])
+                source = Source(
+                    key=(seed & MASK, (seed >> 32) & MASK),
+                    rest=(int(inputs.position[row]), int(inputs.sample[row]), stream),
+                )
                 scaled = allowed[row] / inputs.temperature[row]
-                scaled, ids = filtered(scaled, inputs, row)
-                best[row] = self._pick(scaled, ids, inputs, row, stream)
+                best[row] = self._pick(scaled, filtered(scaled, inputs, row), int(best[row]), source)
         return (best + self._offset).to(torch.int32)
 
-    def _pick(
-        self, scaled: torch.Tensor, ids: torch.Tensor | None, inputs: SamplingInputs, row: int, stream: int
-    ) -> int:
-        """Return the index of the winner of one row. ``ids``: ascending indices of the candidates, None = all."""
-        key = (int(inputs.seed[row]) & MASK, (int(inputs.seed[row]) >> 32) & MASK)
-        rest = (int(inputs.position[row]), int(inputs.sample[row]), stream)
-        if ids is None:
-            ids = self._possible(scaled, key, rest)
-        values = scaled[ids]
-        words = token_words(ids + self._offset, rest, key)
-        estimate = values + quick_noise(words)
-        close = (estimate >= estimate.max() - SLACK).nonzero().flatten()
-        scores = values[close] + exact_noise(words[close])
-        return int(ids[close[scores.argmax()]])
+    def _pick(self, scaled: torch.Tensor, ids: torch.Tensor | None, likeliest: int, source: Source) -> int:
+        """Return the index of the winner of one row. ``ids``: ascending indices of what filters left, None = all."""
+        if ids is None or len(ids) > FEW:
+            ids = self._possible(scaled, ids, likeliest, source)
+        words = token_words(ids.numpy() + self._offset, source)
+        scores = scaled[ids] + exact_noise(torch.from_numpy(words.astype(np.int64)))
+        return int(ids[scores.argmax()])
 
-    def _possible(self, scaled: torch.Tensor, key: tuple[int, int], rest: tuple[int, int, int]) -> torch.Tensor:
-        """Return, ascending, the indices whose score can reach that of the likeliest tokens."""
-        values, likely = scaled.topk(min(64, len(scaled)))
-        known = values + exact_noise(token_words(likely + self._offset, rest, key))
-        return (scaled >= float(known.max()) - LARGEST_NOISE).nonzero().flatten()
+    def _possible(self, scaled: torch.Tensor, ids: torch.Tensor | None, likeliest: int, source: Source) -> torch.Tensor:
+        """Return, ascending, those of the indices whose noise can lift them to the likeliest token's score."""
+        word = token_words(np.asarray([likeliest + self._offset]), source)
+        known = float(scaled[likeliest] + exact_noise(torch.from_numpy(word.astype(np.int64))))
+        values = scaled if ids is None else scaled[ids]
+        limits = (values - known).exp_().mul_(2.0**32 * MARGIN).add_(1.0)
+        hopeful = limits > 1.4  # below, even a word of 0 is too large
+        if ids is None and int(hopeful.sum()) * DENSE > len(scaled):
+            return torch.from_numpy(self._below(limits.numpy(), source))
+        places = hopeful.nonzero().flatten()
+        words = token_words((places if ids is None else ids[places]).numpy() + self._offset, source)
+        kept = places[torch.from_numpy(words.astype(np.float32)) <= limits[places]]
+        return kept if ids is None else ids[kept]
+
+    def _below(self, limits: np.ndarray, source: Source) -> np.ndarray:
+        """Return, ascending, the indices whose word is at most their limit; limits float32 [vocabulary]."""
+        first, skipped = self._offset >> 2, self._offset & 3
+        count = (skipped + len(limits) + 3) >> 2
+        padded = np.full(4 * count, -1.0, np.float32)
+        padded[skipped : skipped + len(limits)] = limits
+        lanes = padded.reshape(count, 4)
+        found = []
+        for start in range(0, count, CHUNK):
+            end = min(start + CHUNK, count)
+            words = philox(np.arange(first + start, first + end), source)
+            for lane, word in enumerate(words):
+                below = np.flatnonzero(word.astype(np.float32) <= lanes[start:end, lane])
+                found.append((below + start) * 4 + lane)
+        result: np.ndarray = np.sort(np.concatenate(found)) - skipped
+        return result
 
 
 def masked(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -70,8 +105,8 @@ def masked(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return logits.masked_fill(bits.flatten(-2)[:, : logits.shape[-1]] == 0, NEVER)
 
 
-def filtered(scaled: torch.Tensor, inputs: SamplingInputs, row: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a row's scaled logits and the ascending indices that its filters leave (None: all)."""
+def filtered(scaled: torch.Tensor, inputs: SamplingInputs, row: int) -> torch.Tensor | None:
+    """Return, ascending, the indices that a row's filters leave; None for all."""
     top_k = int(inputs.top_k[row]) if inputs.any_top_k else 0
     top_p = float(inputs.top_p[row]) if inputs.any_top_p else 1.0
     min_p = float(inputs.min_p[row]) if inputs.any_min_p else 0.0
@@ -84,7 +119,7 @@ def filtered(scaled: torch.Tensor, inputs: SamplingInputs, row: int) -> tuple[to
         values = (scaled if ids is None else scaled[ids]).to(torch.float64)
         kept = ((values - values.max()).exp() >= inputs.min_p[row]).nonzero().flatten()
         ids = kept if ids is None else ids[kept]
-    return scaled, ids
+    return ids
 
 
 def largest(scaled: torch.Tensor, count: int) -> torch.Tensor:
@@ -114,44 +149,30 @@ def nucleus(scaled: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tor
     return chosen if ids is None else ids[chosen]
 
 
-def token_words(tokens: torch.Tensor, rest: tuple[int, int, int], key: tuple[int, int]) -> torch.Tensor:
-    """Return the 32-bit word of each token id, int64, in the order given. Many ids share their groups' words."""
-    if len(tokens) > MANY:
-        low, high = (int(end) for end in tokens.aminmax())
-        if len(tokens) * 2 > high - low:
-            groups = torch.arange(low >> 2, (high >> 2) + 1).split(CHUNK)
-            dense = torch.cat([torch.stack(philox(part, rest, key), -1).flatten() for part in groups])
-            return dense[tokens - (low >> 2 << 2)]
-    words = philox(tokens >> 2, rest, key)
-    lane = tokens & 3
-    upper = torch.where(lane == 3, words[3], words[2])
-    return torch.where(lane < 2, torch.where(lane == 0, words[0], words[1]), upper)
+def token_words(tokens: np.ndarray, source: Source) -> np.ndarray:
+    """Return the 32-bit word of each token id, uint64, in the order given."""
+    words = np.stack(philox(tokens >> 2, source))
+    picked: np.ndarray = words[tokens & 3, np.arange(len(tokens))]
+    return picked
 
 
-def philox(
-    c0: torch.Tensor, rest: tuple[int, int, int], key: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32-10 of counters (c0, *rest): four int64 tensors of 32-bit words. Ten rounds, in place."""
-    k0, k1 = key
-    first = c0 * MULTIPLIERS[0]
-    second = rest[1] * MULTIPLIERS[1]
-    x0 = torch.full_like(c0, (second >> 32) ^ rest[0] ^ k0)
-    x1 = torch.full_like(c0, second & MASK)
-    x2 = (first >> 32).bitwise_and_(MASK).bitwise_xor_(rest[2] ^ k1)
-    x3 = first.bitwise_and_(MASK)
-    for _ in range(9):
+def philox(groups: np.ndarray, source: Source) -> Words:
+    """Philox4x32-10 of counters (group, *rest): four uint64 arrays of 32-bit words."""
+    k0, k1 = source.key
+    x0 = groups.astype(np.uint64)
+    x1, x2, x3 = (np.full(len(groups), word, np.uint64) for word in source.rest)
+    p, r = np.empty_like(x0), np.empty_like(x0)
+    for _ in range(10):
+        np.multiply(x0, MULTIPLIERS[0], out=p)
+        np.multiply(x2, MULTIPLIERS[1], out=r)
+        for x, product, other, key in ((x0, r, x1, k0), (x2, p, x3, k1)):
+            np.right_shift(product, HALF, out=x)
+            np.bitwise_xor(x, other, out=x)
+            np.bitwise_xor(x, np.uint64(key), out=x)
+        np.bitwise_and(r, LOW, out=x1)
+        np.bitwise_and(p, LOW, out=x3)
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
-        p, r = x0 * MULTIPLIERS[0], x2 * MULTIPLIERS[1]
-        x0 = (r >> 32).bitwise_and_(MASK).bitwise_xor_(x1).bitwise_xor_(k0)
-        x2 = (p >> 32).bitwise_and_(MASK).bitwise_xor_(x3).bitwise_xor_(k1)
-        x1, x3 = r.bitwise_and_(MASK), p.bitwise_and_(MASK)
     return x0, x1, x2, x3
-
-
-def quick_noise(words: torch.Tensor) -> torch.Tensor:
-    """Estimate the noise in float32; at the low end, where 1 - u rounds, to within 0.4."""
-    u = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
-    return u.neg_().log1p_().neg_().log_().neg_().clamp_(min=SMALLEST_NOISE)
 
 
 def exact_noise(words: torch.Tensor) -> torch.Tensor:

@@ -215,7 +215,10 @@ def choose_kernel(spec: LinearSpec, wanted: str) -> Choice:
 
 
 def _onednn(dtype: str) -> Kernel:
-    return OneDnn(rows_hint=16 if dtype == "bfloat16" else 64)
+    """The layout for one row is the fastest at one row only where bfloat16 products are not done in tiles of 16."""
+    in_tiles = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    one_row = dtype == "bfloat16" and not in_tiles
+    return OneDnn(rows_hint=1 if one_row else 64)
 
 
 def _half(dtype: str) -> Kernel:

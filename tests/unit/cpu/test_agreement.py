@@ -172,23 +172,23 @@ def test_packed_bytes_are_what_the_process_grows_by(dtype):
 @pytest.mark.parametrize("seed", range(4))
 def test_draws_are_the_references_tokens(seed):
     source = Source("float32", 100 + seed)
-    for vocabulary, offset in ((3001, 0), (20_003, 5)):
+    for vocabulary, offset in ((3001, 0), (9_003, 5)):
         spec = DrawSpec(dtype="float32", vocabulary=vocabulary, vocabulary_offset=offset)
         reference, fast = REFERENCE["sample.draw/1"].make(spec), native(spec)
-        for scale in (0.5, 3.0, 12.0):
-            logits = source.normal(18, vocabulary, scale=scale, dtype="float32")
+        for scale in (0.5, 4.0, 12.0):
+            logits = source.normal(9, vocabulary, scale=scale, dtype="float32")
             for filters in (False, True):
-                inputs = sampling_inputs(source, 18, vocabulary, filters=filters)
-                for given in (inputs, replace(inputs, mask=random_mask(source, 18, vocabulary))):
+                inputs = sampling_inputs(source, 9, vocabulary, filters=filters)
+                for given in (inputs, replace(inputs, mask=random_mask(source, 9, vocabulary))):
                     case = draw_case(place(), "", spec, logits, given, seed)
                     assert torch.equal(case.run(reference)[0], case.run(fast)[0])
 
 
 def test_draws_where_the_noise_decides_everything():
     """Equal logits: every token is a candidate, and the winner is where the noise is largest."""
-    spec = DrawSpec(dtype="float32", vocabulary=50_001)
-    inputs = sampling_inputs(Source("float32", 3), 6, 50_001, filters=False)
-    case = draw_case(place(), "", spec, torch.zeros(6, 50_001), inputs)
+    spec = DrawSpec(dtype="float32", vocabulary=70_001)
+    inputs = sampling_inputs(Source("float32", 3), 2, 70_001, filters=False)
+    case = draw_case(place(), "", spec, torch.zeros(2, 70_001), inputs)
     reference = REFERENCE["sample.draw/1"].make(spec)
     assert torch.equal(case.run(reference)[0], case.run(native(spec))[0])
 
