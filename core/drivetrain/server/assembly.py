@@ -33,11 +33,13 @@ class Stops(Protocol):
 class Delta:
     """What became sendable of choice ``index``. ``finish`` is set exactly once, on a choice's last delta.
 
-    ``logprobs``: a report for each token whose text is sent, with the place in the choice's text where it begins.
+    ``tokens``: those taken since the delta before. ``logprobs``: a report for each token whose text is sent, with
+    the place in the choice's text where it begins.
     """
 
     index: int
     text: str = ""
+    tokens: tuple[int, ...] = ()
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
     finish: FinishReason | None = None
     error: str = ""
@@ -52,6 +54,7 @@ class TextAssembly:
         self._stops = stops
         self._one_by_one = stops is not None or logprobs
         self._held: deque[tuple[int, int, TokenLogprobs]] = deque()  # where the token's text begins and ends; report
+        self._fresh: list[int] = []
         self._produced = 0  # characters that the detokenizer gave
         self._sent = 0
         self.num_tokens = 0
@@ -61,11 +64,13 @@ class TextAssembly:
         """Add tokens in order. Returns what may be sent now; its ``finish`` is ``stop`` when a stop string matched."""
         if not self._one_by_one:
             self.num_tokens += len(tokens)
+            self._fresh += tokens
             return self._delta(self._detokenizer.add(tokens))
         text = ""
         for place, token in enumerate(tokens):
             piece = self._detokenizer.add((token,))
             self.num_tokens += 1
+            self._fresh.append(token)
             if place < len(logprobs):
                 self._held.append((self._produced, self._produced + len(piece), logprobs[place]))
             self._produced += len(piece)
@@ -92,7 +97,8 @@ class TextAssembly:
         while self._held and self._held[0][1] <= self._sent:
             begin, _, report = self._held.popleft()
             logprobs.append((begin, report))
-        return Delta(index=self._index, text=text, logprobs=tuple(logprobs))
+        tokens, self._fresh = tuple(self._fresh), []
+        return Delta(index=self._index, text=text, tokens=tokens, logprobs=tuple(logprobs))
 
     def _end(self, text: str, reason: FinishReason, error: str = "") -> Delta:
         """The last delta. A token of whose text nothing is sent (a stop string's own) is not reported."""
@@ -100,4 +106,11 @@ class TextAssembly:
         self._sent += len(text)
         logprobs = tuple((begin, one) for begin, end, one in self._held if begin < self._sent or end <= self._sent)
         self._held.clear()
-        return Delta(index=self._index, text=text, logprobs=logprobs, finish=reason, error=error)
+        return Delta(
+            index=self._index,
+            text=text,
+            tokens=tuple(self._fresh),
+            logprobs=logprobs,
+            finish=reason,
+            error=error,
+        )

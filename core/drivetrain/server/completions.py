@@ -12,7 +12,7 @@ from drivetrain.server.exchange import Exchange
 from drivetrain.server.failures import Failure, HttpError, failure_of, invalid
 from drivetrain.server.frontend import FrontEnd, Job, Reply
 from drivetrain.server.openai import ChatRequest, CompletionRequest, Request, Sampling, decode
-from drivetrain.server.replies import ChatForm, Choice, CompletionForm, Form
+from drivetrain.server.replies import ChatForm, Choice, CompletionForm, Form, Wanted
 from drivetrain.server.text import Text, TextPool
 
 MOST_WARNED = 10
@@ -41,9 +41,7 @@ class Completions:
                 "no_chat_template",
             )
         prompt = await self._pool.run(text.chat, messages, options)
-        form = ChatForm(
-            self._model, text.token_bytes, logprobs=sampling.logprobs is not None, usage=request.include_usage
-        )
+        form = ChatForm(self._model, text.token_bytes, wanted(request, sampling))
         await self._answer(exchange, request, self._job(exchange, request, (prompt,), sampling, tokens), form)
 
     async def complete(self, exchange: Exchange) -> None:
@@ -55,14 +53,7 @@ class Completions:
         echoes = [""] * len(prompts)
         if request.echo:
             echoes = [one if isinstance(one, str) else text.decode(one) for one in asked]
-        form = CompletionForm(
-            self._model,
-            text.token_bytes,
-            logprobs=sampling.logprobs is not None,
-            usage=request.include_usage,
-            echoes=echoes,
-            n=sampling.n,
-        )
+        form = CompletionForm(self._model, text.token_bytes, wanted(request, sampling), echoes=echoes, n=sampling.n)
         job = self._job(exchange, request, tuple(prompts), sampling, tokens)
         if tokens == 0:
             await self._echo_only(exchange, request, job, form)
@@ -180,3 +171,12 @@ class Completions:
         if reply.lost:
             raise HttpError(failure_of(UnavailableError(message, retry_after=1)))
         raise HttpError(Failure(status=500, message=message, kind="server_error"))
+
+
+def wanted(request: Sampling, sampling: SamplingParams) -> Wanted:
+    """Return what a request wants to be told beside the text."""
+    return Wanted(
+        logprobs=sampling.logprobs is not None,
+        usage=request.include_usage,
+        token_ids=bool(request.return_token_ids),
+    )

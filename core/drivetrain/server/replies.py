@@ -24,14 +24,25 @@ class Choice:
     """One choice of a whole answer, as its deltas add up."""
 
     text: str = ""
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish: str | None = None
 
     def add(self, delta: Delta) -> None:
         """Add a delta."""
         self.text += delta.text
+        self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.finish = delta.finish or self.finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a client asked to be told beside the text. ``usage``: at the end of a stream."""
+
+    logprobs: bool = False
+    usage: bool = False
+    token_ids: bool = False
 
 
 class Form(Protocol):
@@ -80,23 +91,30 @@ class Head:
 class ChatForm:
     """``chat.completion`` and its chunks."""
 
-    def __init__(self, model: str, token_bytes: TokenBytes, *, logprobs: bool, usage: bool) -> None:
-        self._head = Head("chatcmpl", "chat.completion", model, usage=usage)
+    def __init__(self, model: str, token_bytes: TokenBytes, wanted: Wanted) -> None:
+        self._head = Head("chatcmpl", "chat.completion", model, usage=wanted.usage)
         self._token_bytes = token_bytes
-        self._logprobs = logprobs
+        self._wanted = wanted
 
     def opening(self, index: int) -> bytes | None:
         """Return the chunk that names the role."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+        return self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the chunk of one delta."""
         content = {"content": delta.text} if delta.text else {}
-        reports = self._reports(delta.logprobs) if delta.logprobs else None
-        return self._chunk(delta.index, content, reports, delta.finish)
+        return self._chunk(delta.index, content, delta)
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def _chunk(self, index: int, content: dict[str, Any], delta: Delta | None = None) -> bytes:
+        reports = self._reports(delta.logprobs) if delta and delta.logprobs else None
+        choice = {
+            "index": index,
+            "delta": content,
+            "logprobs": reports,
+            "finish_reason": delta.finish if delta else None,
+        }
+        if self._wanted.token_ids:
+            choice["token_ids"] = delta.tokens if delta else ()
         return self._head.chunk([choice], ".chunk")
 
     def closing(self, reply: Reply) -> bytes:
@@ -109,9 +127,10 @@ class ChatForm:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._reports(choice.logprobs) if self._logprobs else None,
+                "logprobs": self._reports(choice.logprobs) if self._wanted.logprobs else None,
                 "finish_reason": choice.finish,
             }
+            | ({"token_ids": choice.tokens} if self._wanted.token_ids else {})
             for index, choice in enumerate(choices)
         ]
         return self._head.with_usage(content, reply)
@@ -132,12 +151,10 @@ class ChatForm:
 class CompletionForm:
     """``text_completion``. ``echoes``: a prompt's text before its choices, empty without echo; ``n`` a prompt."""
 
-    def __init__(
-        self, model: str, token_bytes: TokenBytes, *, logprobs: bool, usage: bool, echoes: Sequence[str], n: int
-    ) -> None:
-        self._head = Head("cmpl", "text_completion", model, usage=usage)
+    def __init__(self, model: str, token_bytes: TokenBytes, wanted: Wanted, *, echoes: Sequence[str], n: int) -> None:
+        self._head = Head("cmpl", "text_completion", model, usage=wanted.usage)
         self._token_bytes = token_bytes
-        self._logprobs = logprobs
+        self._wanted = wanted
         self._echoes = echoes
         self._n = n
 
@@ -147,15 +164,19 @@ class CompletionForm:
     def opening(self, index: int) -> bytes | None:
         """Return the chunk that repeats the prompt, with echo."""
         echo = self._echo(index)
-        return self._chunk(index, echo, None, None) if echo else None
+        return self._chunk(index, echo) if echo else None
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the chunk of one delta."""
-        reports = self._reports(delta.logprobs, delta.index) if delta.logprobs else None
-        return self._chunk(delta.index, delta.text, reports, delta.finish)
+        return self._chunk(delta.index, delta.text, delta)
 
-    def _chunk(self, index: int, text: str, logprobs: Any, finish: str | None) -> bytes:
-        return self._head.chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}])
+    def _chunk(self, index: int, text: str, delta: Delta | None = None) -> bytes:
+        reports = self._reports(delta.logprobs, index) if delta and delta.logprobs else None
+        finish = delta.finish if delta else None
+        choice = {"index": index, "text": text, "logprobs": reports, "finish_reason": finish}
+        if self._wanted.token_ids:
+            choice["token_ids"] = delta.tokens if delta else ()
+        return self._head.chunk([choice])
 
     def closing(self, reply: Reply) -> bytes:
         """Return the chunk of usage."""
@@ -167,9 +188,10 @@ class CompletionForm:
             {
                 "index": index,
                 "text": self._echo(index) + choice.text,
-                "logprobs": self._reports(choice.logprobs, index) if self._logprobs else None,
+                "logprobs": self._reports(choice.logprobs, index) if self._wanted.logprobs else None,
                 "finish_reason": choice.finish,
             }
+            | ({"token_ids": choice.tokens} if self._wanted.token_ids else {})
             for index, choice in enumerate(choices)
         ]
         return self._head.with_usage(content, reply)

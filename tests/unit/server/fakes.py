@@ -85,7 +85,7 @@ class Running:
         self.front, self.app, self.loop = front, app, loop
         self.url = f"http://127.0.0.1:{port}"
         limits = httpx.Limits(max_connections=None)
-        self._client = httpx.Client(base_url=self.url, timeout=60.0, verify=False, limits=limits)
+        self._client = httpx.Client(base_url=self.url, timeout=300.0, verify=False, limits=limits)
 
     def client(self) -> httpx.Client:
         return self._client

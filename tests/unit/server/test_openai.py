@@ -44,7 +44,10 @@ def events(server, path, **body):
 
 
 @pytest.mark.parametrize("prompt", ["hello", f"SAY {ROMAN}", "SAY "])
-@pytest.mark.parametrize("extra", [{}, {"n": 3, "seed": 5}, {"stop": ["qu", "Syl"]}, {"logprobs": 2}])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"n": 3, "seed": 5}, {"stop": ["qu", "Syl"]}, {"logprobs": 2}, {"return_token_ids": True, "stop": "qu"}],
+)
 def test_a_stream_joined_is_the_whole_answer(server, prompt, extra):
     body = {"prompt": prompt, "max_tokens": 90, **({"seed": 1} | extra)}
     whole = post(server, "/v1/completions", **body)
@@ -57,6 +60,11 @@ def test_a_stream_joined_is_the_whole_answer(server, prompt, extra):
         assert "".join(one["text"] for one in mine) == choice["text"]
         assert [one["finish_reason"] for one in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
         assert all(one["usage"] is None for one in chunks[:-1])
+        if "return_token_ids" in extra:
+            assert [token for one in mine for token in one["token_ids"]] == choice["token_ids"]
+            assert bytes(choice["token_ids"]).decode("utf-8", "replace").startswith(choice["text"])
+        else:
+            assert "token_ids" not in choice and "token_ids" not in mine[0]
         if "logprobs" in extra:
             joined = {key: [] for key in choice["logprobs"]}
             for one in mine:
