@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("wheels", Path(__file__).with_name("wheels.py"))
-wheels = importlib.util.module_from_spec(_spec)
-sys.modules["wheels"] = wheels
-_spec.loader.exec_module(wheels)
-TestWheel, CleanVenv = wheels.TestWheel, wheels.CleanVenv
+from tests.packaging import wheels
+from tests.packaging.wheels import CleanVenv, TestWheel
 
 Make = Callable[..., "CleanVenv"]
 CHOOSE = """
@@ -33,7 +28,9 @@ except DeviceError as error:
 def ours(tmp_path_factory: pytest.TempPathFactory) -> CleanVenv:
     """The engine's and the contract's wheels, built and installed once."""
     target = tmp_path_factory.mktemp("ours")
-    built = [wheels.build_wheel(wheels.ROOT / part, target / part.replace("/", "-")) for part in ("core", "plugins/api")]
+    built = [
+        wheels.build_wheel(wheels.ROOT / part, target / part.replace("/", "-")) for part in ("core", "plugins/api")
+    ]
     venv = wheels.make_venv(target / "venv")
     venv.install(*built)
     return venv
@@ -100,7 +97,9 @@ def test_probe_that_raises(make: Make) -> None:
 
 
 def test_probe_that_finds_nothing(make: Make) -> None:
-    assert "it found no device" in chosen(make(TestWheel(name="acme", wheel="drivetrain-acme", probe="return []")), "acme")
+    assert "it found no device" in chosen(
+        make(TestWheel(name="acme", wheel="drivetrain-acme", probe="return []")), "acme"
+    )
 
 
 def test_probe_that_hangs(make: Make) -> None:

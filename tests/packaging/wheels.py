@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("pluggy", "packaging", "msgspec", "numpy", "psutil", "yaml", "_yaml", "numpy.libs")
 METADATA = ("pluggy", "packaging", "msgspec", "numpy", "psutil", "pyyaml")
 
-BACKEND = '''
+BACKEND = """
 from drivetrain_api.v1 import BackendInfo, DeviceRecord, OptionSpec, Unavailable, hookimpl
 
 class Plugin:
@@ -34,7 +34,7 @@ class Plugin:
         raise RuntimeError("opened " + str(tuple(devices)) + " " + str(dict(view.options)))
 
 plugin = Plugin()
-'''
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
