@@ -14,6 +14,7 @@ from drivetrain_api.v1 import (
     LinearSpec,
     OpSpec,
     OpTraits,
+    PrepareSpec,
     Provided,
     RmsNormSpec,
     RopeSpec,
@@ -23,6 +24,7 @@ from .attention import HostAttention
 from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
 from .pointwise import RmsNorm, Rope, make_add_rms
+from .prepare import Prepare
 
 DTYPES = ("float32", "bfloat16")
 INVARIANT = OpTraits(batch_invariant=True)
@@ -40,7 +42,7 @@ class Providers:
         make = MAKERS.get(spec.op)
         if make is None:
             return Decline(reason="the reference is as fast here")
-        if spec.dtype not in DTYPES:
+        if spec.dtype not in DTYPES and not isinstance(spec, PrepareSpec):
             return Decline(reason=f"{spec.dtype} is not one of {', '.join(DTYPES)}")
         return make(self, spec)
 
@@ -91,6 +93,10 @@ def _draw(own: Providers, spec: Any) -> Provided | Decline:
     return Provided(implementation=Draw(spec), label="native: noise for candidates only", traits=INVARIANT)
 
 
+def _prepare(own: Providers, spec: Any) -> Provided | Decline:
+    return Provided(implementation=Prepare(spec), label="native: host arrays", traits=INVARIANT)
+
+
 MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
     LinearSpec.op: _linear,
     AttentionSpec.op: _attention,
@@ -98,4 +104,5 @@ MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
     AddRmsNormSpec.op: _add_rms,
     RopeSpec.op: _rope,
     DrawSpec.op: _draw,
+    PrepareSpec.op: _prepare,
 }
