@@ -69,7 +69,7 @@ class Rope:
 
     def __init__(self, spec: RopeSpec) -> None:
         self._dim, self._head = spec.rotary_dim, spec.head_dim
-        self._last: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor, int, Pair] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
         """q [T, H, D], k [T, K, D], cos and sin [T, rotary_dim / 2]."""
@@ -78,11 +78,12 @@ class Rope:
 
     def _tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
         last = self._last
-        if last is not None and last[0] is cos and last[1] is sin:
-            return last[2], last[3]
+        written = cos._version + sin._version
+        if last is not None and last[0] is cos and last[1] is sin and last[2] == written:
+            return last[3]
         wide_cos = cos[:, None, None]
         signed = torch.stack((-sin, sin), dim=1).unsqueeze(1)  # [T, 1, 2, rotary_dim / 2]
-        self._last = (cos, sin, wide_cos, signed)
+        self._last = (cos, sin, written, (wide_cos, signed))
         return wide_cos, signed
 
     def _turn(self, x: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:

@@ -251,3 +251,18 @@ def test_backend_serves_every_reference_op():
         spec = next(iter(reference.cases(place(), "bfloat16", 0))).spec
         assert ops.bind(spec) is not None
     assert {c.op for c in ops.report if c.provider == "native"} == set(MAKERS)
+
+
+def test_rope_sees_its_tables_change():
+    from drivetrain_api.v1 import RopeSpec
+
+    spec = RopeSpec(dtype="float32", head_dim=8, rotary_dim=8)
+    fast, reference = native(spec), REFERENCE["rope.apply/1"].make(spec)
+    source = Source("float32", 5)
+    q, k, angle = source.normal(3, 2, 8), source.normal(3, 1, 8), source.normal(3, 4)
+    cos, sin = angle.cos(), angle.sin()
+    for _ in range(2):
+        for got, want in zip(fast(q, k, cos, sin), reference(q, k, cos, sin), strict=True):
+            torch.testing.assert_close(got, want)
+        cos.copy_((angle * 2).cos())
+        sin.copy_((angle * 2).sin())
