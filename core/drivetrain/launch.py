@@ -194,6 +194,7 @@ def make_loop(config: EngineConfig, described: Described, executor: Executor, me
             prefix_caching=config.enable_prefix_caching,
             max_drafts=parts.max_drafts,
             fixed_chunk=fixed,
+            grid_positions=any(rope.sections for rope in described.spec.ropes),
         ),
         manager,
         policy=policy_of(config.scheduling_policy),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from drivetrain.config import EngineConfig
 from drivetrain.dist.executors import InlineExecutor, StagedExecutor
 from drivetrain.launch import Parts, describe, make_loop
 from drivetrain.loop import Loop
+from drivetrain.models import families
 from drivetrain.models.build import build, load
+from drivetrain.models.families import read_spec
 from drivetrain.ops import Ops
 from drivetrain.params import GenerateRequest, SamplingParams
 from drivetrain.runner.caches import allocate_caches
@@ -118,7 +121,7 @@ class SlowConnector:
     """Brings blocks from requests that ended, some polls late, and lets go of those later still."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, tuple[list[bytes], int, list[tuple[int, int]]]] = {}
+        self.kept: dict[int, tuple[list[bytes], int, list[tuple[int, int, int]]]] = {}
         self.digests: dict[int, list[bytes]] = {}
         self.loads: list[list] = []
         self.releases: list[list[int]] = []
@@ -133,10 +136,10 @@ class SlowConnector:
             best = max(best, min(same * 32, tokens))
         return best if best > num_cached else 0
 
-    def load(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int]]) -> None:
+    def load(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int, int]]) -> None:
         self.loads.append([3, request_id, num_tokens, list(blocks)])
 
-    def finished(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int]]) -> bool:
+    def finished(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int, int]]) -> bool:
         self.kept[request_id] = (self.digests.get(request_id, []), num_tokens, list(blocks))
         return True
 
@@ -158,13 +161,13 @@ class SlowConnector:
     def let_go(self) -> None:
         self.releases = [[4, request_id] for request_id in self.kept]
 
-    def _arrive(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int]]) -> Arrival:
+    def _arrive(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int, int]]) -> Arrival:
         """Copy the blocks of the kept request with the same tokens, layer by layer, as bytes."""
         runner = self.served.opened.runner
         _, _, source = max(self.kept.values(), key=lambda kept: kept[1])
         for number, group in enumerate(runner.decoder.groups):
-            here = [b for g, b in blocks if g == number]
-            there = [b for g, b in source if g == number][: len(here)]
+            here = [b for g, _, b in blocks if g == number]
+            there = [b for g, _, b in source if g == number][: len(here)]
             dtype = group.layout.slot_dtype
             for layer in group.layers:
                 handle = runner.caches[layer]
@@ -308,8 +311,19 @@ def test_f_two_stages_at_depth_3(checkpoint: Path, device: str) -> None:
     served.close()
 
 
-def test_g_positions_of_three_rows_and_embeddings_in_place_of_ids(tmp_path: Path, device: str) -> None:
+def test_g_positions_of_three_rows_and_embeddings_in_place_of_ids(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama = tiny_checkpoint("llama", tmp_path / "llama")
+
+    def sectioned(config: dict, dtype: str):
+        """The same model with frequencies driven by three rows of positions, as models of images have them."""
+        spec = read_spec(config, dtype)
+        half = spec.ropes[0].rotary_dim // 2
+        sections = (half // 2, half // 4, half - half // 2 - half // 4)
+        return replace(spec, ropes=tuple(replace(rope, sections=sections) for rope in spec.ropes))
+
+    monkeypatch.setattr(families, "read_spec", sectioned)
     served = Served(llama, device, max_num_batched_tokens=19)
     prompt = PROMPTS[0]
     (want,) = hf_greedy(llama, [prompt], 16)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-
 Place = tuple[int, int, int]  # group, index in the row's table, block: tokens index * block_tokens and on
 
 

@@ -253,6 +253,7 @@ class CacheManager:
 
     def tell(self, row: int) -> None:
         """Tell the runner of all the row's blocks with the next plan."""
+        self.hold_back(row)
         for number, table in enumerate(self.tables):
             first, end = int(self.firsts[number, row]), int(self.ends[number, row])
             self._record(number, row, range(first, end), table[row, first:end].tolist())

@@ -53,6 +53,8 @@ def check(state: SchedulerState, asked: GenerateRequest) -> None:
         )
     if asked.max_tokens < 1 and asked.pooling is None:
         raise RequestError(f"max_tokens is {asked.max_tokens}; it must be 1 or more", param="max_tokens")
+    if asked.positions is not None and not state.config.grid_positions:
+        raise RequestError("this model's positions have one row", fix="leave positions out", param="positions")
     for name, value in (("embeds", asked.embeds), ("positions", asked.positions)):
         if value is not None and value.shape[0 if name == "embeds" else 1] != num:
             raise RequestError(f"{name} has shape {list(value.shape)} for {num} prompt tokens", param=name)
@@ -159,6 +161,7 @@ def poll_connector(state: SchedulerState) -> None:
         valid = max(hit, min(arrival.num_tokens, request.remote_tokens) // state.cache.granule * state.cache.granule)
         row = request.row
         state.table.arrived(row, valid)
+        state.cache.slide(np.array([row]), np.array([valid]))
         state.cache.tell(row)
         announce(state, request, valid)
     for request_id in events.released:

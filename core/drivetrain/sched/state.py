@@ -21,7 +21,8 @@ from drivetrain.sched.request import Request, RequestTable, State
 class SchedulerConfig:
     """Limits of one replica's scheduler. ``model`` and ``layout`` go into prefix hashes (see ``PrefixRoot``).
 
-    ``max_num_batched_tokens``: query tokens a step; ``max_drafts``: draft tokens a row and step; ``checkpoint_tokens``:
+    ``grid_positions``: the model takes positions of three rows; ``max_num_batched_tokens``: query tokens a step;
+    ``max_drafts``: draft tokens a row and step; ``checkpoint_tokens``:
     how often recurrent states are checkpointed; ``fixed_chunk``: with deterministic results, prompts are computed in
     chunks that end at its multiples, whatever else runs (0: chunks fill the budget).
     """
@@ -35,6 +36,7 @@ class SchedulerConfig:
     max_drafts: int = 0
     checkpoint_tokens: int = 256
     fixed_chunk: int = 0
+    grid_positions: bool = True
 
 
 @dataclass(slots=True)
