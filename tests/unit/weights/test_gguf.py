@@ -170,10 +170,11 @@ def test_unsupported_architecture_and_rule(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small sound file."""
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
     tiny_gguf("llama", path, num_hidden_layers=1, vocab_size=31)
-    return path.read_bytes()
+    return path
 
 
 def opened(path: Path) -> None:
@@ -184,10 +185,11 @@ def opened(path: Path) -> None:
         checkpoint.read(name, torch.float32)
 
 
-def test_every_cut_is_an_error_that_names_the_file(small: bytes, tmp_path: Path):
+def test_every_cut_is_an_error_that_names_the_file(small: Path, tmp_path: Path):
+    whole = small.read_bytes()
     path = tmp_path / "cut.gguf"
-    for size in [*range(4, 2000, 37), *range(2000, len(small), 1999), len(small) - 40]:
-        path.write_bytes(small[:size])
+    for size in [*range(4, 2000, 37), *range(2000, len(whole), 1999), len(whole) - 40]:
+        path.write_bytes(whole[:size])
         with pytest.raises(WeightsError, match=r"cut\.gguf"):
             opened(path)
 
@@ -213,11 +215,21 @@ def test_not_gguf(tmp_path: Path):
         (24, (2**63).to_bytes(8, "little"), "bytes are needed"),
     ],
 )
-def test_absurd_sizes(small: bytes, tmp_path: Path, at: int, value: bytes, message: str):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(small[:at] + value + small[at + len(value) :])
+def test_absurd_sizes(small: Path, tmp_path: Path, at: int, value: bytes, message: str):
+    path, whole = tmp_path / "m.gguf", small.read_bytes()
+    path.write_bytes(whole[:at] + value + whole[at + len(value) :])
     with pytest.raises(WeightsError, match=message):
         GgufFile(path)
+
+
+def test_sizes_that_can_not_be(tmp_path: Path):
+    tiny_gguf("llama", tmp_path / "m.gguf", num_hidden_layers=1)
+    whole = (tmp_path / "m.gguf").read_bytes()
+    key = b"llama.attention.head_count\x04\x00\x00\x00"
+    at = whole.index(key) + len(key)
+    (tmp_path / "m.gguf").write_bytes(whole[:at] + bytes(4) + whole[at + 4 :])
+    with pytest.raises(ModelError, match=r"m\.gguf has metadata of the wrong type or size"):
+        resolve(str(tmp_path / "m.gguf"))
 
 
 def test_arrays_nested_too_deeply(tmp_path: Path):
@@ -232,8 +244,8 @@ def test_arrays_nested_too_deeply(tmp_path: Path):
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_damage_is_an_error_of_ours_or_none(small: bytes, tmp_path_factory: pytest.TempPathFactory, data):
-    raw = bytearray(small)
+def test_damage_is_an_error_of_ours_or_none(small: Path, tmp_path_factory: pytest.TempPathFactory, data):
+    raw = bytearray(small.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(4, 3000))] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.mktemp("damaged") / "m.gguf"

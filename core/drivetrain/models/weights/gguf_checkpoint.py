@@ -101,7 +101,7 @@ class GgufCheckpoint:
     def _halves(self, weight: torch.Tensor, name: str) -> torch.Tensor:
         key = "llama.attention.head_count" if "q_proj" in name else "llama.attention.head_count_kv"
         heads = int(self._file.metadata.get(key, self._file.metadata["llama.attention.head_count"]))
-        if weight.shape[0] % (2 * heads):
+        if heads < 1 or weight.shape[0] % (2 * heads):
             raise WeightsError(f"tensor {name} has {weight.shape[0]} rows for {heads} heads")
         shaped = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
         return shaped.transpose(1, 2).reshape(weight.shape)

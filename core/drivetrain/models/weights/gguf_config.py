@@ -22,9 +22,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the Hugging Face style configuration that the file's metadata stands for. ModelError names what lacks."""
     try:
         return _config_of(file)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(
-            f"{file.path.name} has metadata of the wrong type: {error}", fix="convert the model again"
+            f"{file.path.name} has metadata of the wrong type or size: {error}", fix="convert the model again"
         ) from error
 
 
