@@ -157,6 +157,10 @@ def poll_connector(state: SchedulerState) -> None:
         if request.doom is not None:
             state.ended.append(state.finish(request, request.doom))
             continue
+        if request.again:
+            request.again = False
+            state.wait_again(request.row)
+            continue
         hit = int(state.table.confirmed[request.row])
         valid = max(hit, min(arrival.num_tokens, request.remote_tokens) // state.cache.granule * state.cache.granule)
         row = request.row

@@ -186,7 +186,7 @@ def _ends(
     refused: dict[int, str],
 ) -> list[Finished]:
     """End the requests that are done, and those that failed by themselves."""
-    ended: list[Finished | None] = []
+    ended: list[Finished] = []
     broken = np.flatnonzero(np.isin(index, result.non_finite)).tolist() if len(result.non_finite) else []
     for at in broken:
         request = state.table.at(int(rows[at]))
@@ -205,7 +205,7 @@ def _ends(
             request = state.table.at(int(rows[at]))
             end = Finished(request_id=request.request_id, reason="stop", pooled=_pooled(request, vectors[number]))
             ended.append(state.finish(request, end))
-    return [end for end in ended if end is not None]
+    return ended
 
 
 def _pooled(request: Request, vector: np.ndarray) -> np.ndarray:
@@ -246,9 +246,7 @@ def _late_tokens(state: SchedulerState, request: Request, tokens: np.ndarray) ->
             break
         kept.append(token)
         if request.grammar is not None and not request.grammar.accept(token):
-            end = state.fail(request, f"its grammar does not allow token {token}")
-            assert end is not None, "a request without a row is not loading"
-            state.ended.append(end)
+            state.ended.append(state.fail(request, f"its grammar does not allow token {token}"))
             return
         if len(request.tokens) + len(kept) >= request.limit:
             over = ("length", None)

@@ -33,9 +33,12 @@ def fail_step(
         if request.state is State.WAITING:
             state.drop_flights(request)  # it lost its row before; it is computed anew, without these tokens
             continue
-        end = state.fail(request, f"the step failed: {failure}")
-        if end is not None:
-            ended.append(end)
+        if request.state is State.WAITING_REMOTE:
+            request.again = True
+        elif not state.table.in_flight[request.row] and request.row not in rows:
+            state.preempt(request.row, keep=False)  # nothing was computed yet from what it shares
+        else:
+            ended.append(state.fail(request, f"the step failed: {failure}"))
     return ended
 
 
@@ -73,5 +76,7 @@ def drop_lost(state: SchedulerState, blocks: Sequence[Held]) -> None:
         state.cache.withdraw(request.chain.digests)
         if request.state is State.RUNNING:
             state.preempt(request.row, keep=False)
-        elif request.state is State.WAITING:
+        elif request.state is State.WAITING_REMOTE:
+            request.again = True
+        else:
             state.drop_flights(request)

@@ -215,14 +215,19 @@ class SchedulerState:
         """
         if keep:
             self.publish_confirmed(row)
-        request = self.leave_row(row)
+        request = self.wait_again(row)
         if request.departed:
             self.departed[request.epoch] = request
         if not keep:
             self.drop_flights(request)
-        request.state = State.WAITING
         request.num_preemptions += 1
         self.totals.preemptions += 1
+        return request
+
+    def wait_again(self, row: int) -> Request:
+        """Take a request's row; it waits again."""
+        request = self.leave_row(row)
+        request.state = State.WAITING
         self.waiting.append(request)
         return request
 
@@ -275,13 +280,9 @@ class SchedulerState:
             rest = [r for r in self.requests.values() if r.asked.fanout == number]
             fanout.leader = min(rest, key=lambda r: r.order).request_id
 
-    def fail(self, request: Request, message: str) -> Finished | None:
-        """End a request with an error; None when it must first wait for what is loading into its blocks."""
-        end = Finished(request_id=request.request_id, reason="error", error=message)
-        if request.state is State.WAITING_REMOTE:
-            request.doom = end
-            return None
-        return self.finish(request, end)
+    def fail(self, request: Request, message: str) -> Finished:
+        """End a request with an error."""
+        return self.finish(request, Finished(request_id=request.request_id, reason="error", error=message))
 
     def end(self, request: Request, reason: FinishReason, stop_token: int | None = None) -> Finished:
         """End a request without an error."""

@@ -3,6 +3,9 @@
 Reading a slot that was never written, or that holds another prefix's state, is an AssertionError; so sharing, eviction,
 sliding and preemption can't go wrong unnoticed. The token drawn after a prefix is a function of the prefix and the
 sample index alone, so outputs must not depend on batching, depth, preemption, caching or drafts.
+
+A failed step writes POISON. Later steps may read it until the failure is committed, and what comes of it is poison too;
+a poisoned token that reaches the outside is wrong, and a slot of poison that is read after the commit is an error.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections import deque
 
 import numpy as np
 
+from drivetrain.cache.connector import Arrival, ConnectorEvents
 from drivetrain.cache.manager import CacheManager
 from drivetrain.cache.sizing import GroupNeed, plan_cache
 from drivetrain.params import GenerateRequest, SamplingParams
@@ -20,10 +24,21 @@ from drivetrain.sched.scheduler import Scheduler, SchedulerConfig
 
 VOCABULARY = 50
 END = 7
+POISON = b"poison"
+LOADING = b"loading"
 
 
 def digest(parent: bytes, token: int) -> bytes:
+    if parent == POISON:
+        return POISON
     return hashlib.blake2b(parent + int(token).to_bytes(4, "little"), digest_size=8).digest()
+
+
+def prefix_of(tokens: np.ndarray) -> bytes:
+    state = b""
+    for token in tokens:
+        state = digest(state, token)
+    return state
 
 
 def draw(prefix: bytes, sample: int, mask: np.ndarray | None = None) -> int:
@@ -34,20 +49,50 @@ def draw(prefix: bytes, sample: int, mask: np.ndarray | None = None) -> int:
     return allowed[value % len(allowed)]
 
 
+class Parity:
+    """A grammar: each token's sum with the one before it must not be divisible by three."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.accepted: list[int] = []
+
+    def accept(self, token: int) -> bool:
+        ok = (token + self.last) % 3 != 0
+        self.last = token
+        self.accepted.append(token)
+        return ok
+
+    def mask(self) -> np.ndarray:
+        words = np.zeros(2, np.uint32)
+        for token in range(VOCABULARY):
+            if (token + self.last) % 3:
+                words[token // 32] |= np.uint32(1 << (token % 32))
+        return words.view(np.int32)
+
+
 def expected(
-    prompt: np.ndarray, max_tokens: int, sample: int = 0, ends: tuple[int, ...] = (END,)
+    prompt: np.ndarray,
+    max_tokens: int,
+    sample: int = 0,
+    ends: tuple[int, ...] = (END,),
+    grammar: Parity | None = None,
 ) -> tuple[list[int], str]:
     """What a request must produce, computed alone and without a cache."""
-    state, out = b"", []
-    for token in prompt:
-        state = digest(state, token)
+    state, out = prefix_of(prompt), []
     for _ in range(max_tokens):
-        token = draw(state, sample)
+        token = draw(state, sample, grammar.mask() if grammar else None)
         if token in ends:
             return out, "stop"
+        if grammar is not None:
+            grammar.accept(token)
         out.append(token)
         state = digest(state, token)
     return out, "length"
+
+
+def vector_of(prefix: bytes) -> np.ndarray:
+    """What a pooled prompt gives: one direction for each prefix."""
+    return np.frombuffer(hashlib.blake2b(prefix, digest_size=8).digest(), np.uint8).astype(np.float32) + 1
 
 
 class SimulatedRunner:
@@ -60,21 +105,26 @@ class SimulatedRunner:
         self.tables = [dict[tuple[int, int], int]() for _ in self.groups]
         self.rows: dict[int, dict] = {}
         self.results: deque[StepResult] = deque()
-        self.held: dict[int, StepPlan] = {}
+        self.late: dict[int, dict[int, tuple[bytes, dict]]] = {}
         self.max_drafts = max_drafts
         self.random = np.random.default_rng(seed)
-        self.fail_next = False
+        self.fail_next = self.failing = False
+        self.tainted: set[int] = set()  # requests whose state came of a failed step
         self.plans: list[StepPlan] = []
 
     def forward(self, plan: StepPlan) -> None:
         assert len(set(plan.rows.tolist())) == plan.num_rows, "a row twice in one plan"
+        assert plan.num_new.min(initial=1) > 0, "a row without query tokens"
         self.plans.append(plan)
         for row in plan.ends:
             del self.rows[row]
         for start in plan.starts:
             assert start.row not in self.rows, "a row started twice"
             self.rows[start.row] = {"start": start, "computed": start.computed, "last": [], "prefix": {}}
+        changed = plan.blocks[:, :3].tolist()
+        assert len(set(map(tuple, changed))) == len(changed), "one table entry changed twice in one plan"
         for row, group, index, block in plan.blocks.tolist():
+            assert row in self.rows, "blocks for a row that no request has"
             self.tables[group][row, index] = block
         for group, block in plan.zeroed:
             self.states[group][block] = b""
@@ -85,35 +135,46 @@ class SimulatedRunner:
     def _run(self, plan: StepPlan) -> None:
         width = self.max_drafts + 1
         tokens, counts = np.zeros((plan.num_rows, width), np.int32), np.zeros(plan.num_rows, np.int32)
-        self.late: dict[int, tuple[bytes, dict]] = {}
+        pooled: list[tuple[int, np.ndarray]] = []
+        late = self.late[plan.plan_id] = {}
+        failing = self.failing = self.fail_next
+        self.fail_next = False
         at = 0
         for i, row in enumerate(plan.rows.tolist()):
-            state, num = self.rows[row], int(plan.num_new[i])
+            state, num, prefill = self.rows[row], int(plan.num_new[i]), plan.start[i] >= 0
             assert state["start"].epoch == plan.epochs[i], "a plan for another occupant of the row"
-            if plan.start[i] >= 0:
+            assert prefill == (i >= plan.num_decode + plan.num_verify), "batch order: decode, verify, prefill"
+            if prefill:
                 ids, begin = plan.prompt_ids[at : at + num].tolist(), int(plan.start[i])
                 at += num
             else:
                 ids, begin = [state["last"][-1], *self._drafts(state, num - 1)], state["computed"]
             assert plan.bounds[i] >= begin + num, "the host's bound is too low"
-            prefixes = [self._token(row, begin + j, token, state) for j, token in enumerate(ids)]
-            self._states(plan, i, row, begin, ids)
+            prefixes = [self._token(row, begin + j, token, state, failing) for j, token in enumerate(ids)]
+            self._states(plan, i, row, begin, ids, failing)
+            if prefixes[-1] == POISON:
+                self.tainted.add(state["start"].request_id)
+            state["computed"] = begin + num
             if not plan.sample[i]:
-                state["computed"] = begin + num
                 continue
-            if i in plan.late_rows:
-                self.late[i] = (prefixes[-1], state)
-                state["computed"] = begin + num
-                continue
-            kept = self._keep(plan.start[i] >= 0, ids, prefixes, state)
-            tokens[i, : len(kept)], counts[i] = kept, len(kept)
-            state["last"] = kept
-            state["computed"] = begin + (num if plan.start[i] >= 0 else len(kept))
-        failure = "injected" if self.fail_next else ""
-        self.fail_next = False
-        if failure:
-            counts[:] = 0
-        self.results.append(StepResult(plan_id=plan.plan_id, tokens=tokens, counts=counts, failure=failure))
+            if state["start"].pooling is not None:
+                pooled.append((i, vector_of(prefixes[-1])))
+            elif i in plan.late_rows:
+                late[i] = (prefixes[-1], state)
+            else:
+                kept = self._keep(prefill, ids, prefixes, state)
+                tokens[i, : len(kept)], counts[i] = kept, len(kept)
+                state["last"] = kept
+                state["computed"] = begin + (num if prefill else len(kept))
+        self.results.append(
+            StepResult(
+                plan_id=plan.plan_id,
+                tokens=tokens,
+                counts=np.zeros_like(counts) if failing else counts,
+                pooled=() if failing else tuple(pooled),
+                failure="injected" if failing else "",
+            )
+        )
 
     def _drafts(self, state: dict, count: int) -> list[int]:
         """Guesses, some of them right, so that acceptance varies."""
@@ -137,7 +198,7 @@ class SimulatedRunner:
                 break
         return kept
 
-    def _token(self, row: int, position: int, token: int, state: dict) -> bytes:
+    def _token(self, row: int, position: int, token: int, state: dict, failing: bool) -> bytes:
         """Write one token's slot in every paged group, then read all that its query may see."""
         prefix = b""
         for number, group in enumerate(self.groups):
@@ -146,49 +207,134 @@ class SimulatedRunner:
             size = group.block_tokens
             first = 0 if group.window is None else max(0, position - group.window + 1)
             for p in range(first, position):
-                block = self.tables[number].get((row, p // size), 0)
-                assert block, f"group {number}: position {p} of row {row} has no block at {position}"
-                found = self.slots[number].get((block, p % size))
-                want = state["prefix"].get(p)
-                assert found is not None and (want is None or found == want), f"group {number}: slot of {p} is foreign"
-                state["prefix"][p] = found
+                self._read(number, row, p, state, f"group {number}, row {row}, token {position} reads {p}")
             parent = state["prefix"].get(position - 1, b"") if position else b""
-            prefix = digest(parent, token)
+            assert parent or not position, f"row {row}: token {position} has nothing before it"
+            prefix = POISON if failing else digest(parent, token)
             block = self.tables[number].get((row, position // size), 0)
             assert block, f"group {number}: no block to write position {position}"
             self.slots[number][block, position % size] = prefix
         state["prefix"][position] = prefix
         return prefix
 
-    def _states(self, plan: StepPlan, index: int, row: int, begin: int, ids: list[int]) -> None:
+    def _read(self, number: int, row: int, p: int, state: dict, where: str) -> None:
+        size = self.groups[number].block_tokens
+        block = self.tables[number].get((row, p // size), 0)
+        assert block, f"{where}: no block"
+        found, want = self.slots[number].get((block, p % size)), state["prefix"].get(p)
+        assert found is not None and found != LOADING, f"{where}: never written"
+        if found == POISON:
+            recent = self.failing or any(result.failure for result in self.results)
+            assert recent, f"{where}: written by a step that failed long ago"
+        assert want is None or found == want or POISON in (found, want), f"{where}: another prefix"
+        state["prefix"][p] = POISON if POISON in (found, want) else found
+
+    def _states(self, plan: StepPlan, index: int, row: int, begin: int, ids: list[int], failing: bool) -> None:
         for number, group in enumerate(self.groups):
             if group.kind != "recurrent":
                 continue
             block = self.tables[number][row, 0]
-            state = self.states[number][block]
+            state = POISON if failing else self.states[number][block]
             for j, token in enumerate(ids, 1):
                 state = digest(state, token)
                 for export in plan.exports:
                     if export.group == number and export.index == index and export.offset == j:
+                        assert j % group.checkpoint_alignment == 0, "an export between what the layer can export"
                         self.states[number][export.block] = state
             self.states[number][block] = state
-            assert state == self.rows[row]["prefix"][begin + len(ids) - 1], "the recurrent state is not the prefix's"
+            want = self.rows[row]["prefix"][begin + len(ids) - 1]
+            assert state == want or POISON in (state, want), "the recurrent state is not the prefix's"
+            if POISON in (state, want):
+                self.rows[row]["prefix"][begin + len(ids) - 1] = POISON
+                self.tainted.add(self.rows[row]["start"].request_id)
 
     def sample(self, plan_id: int, late: LateInput | None) -> None:
         if late is None:
             return
         result = next(r for r in self.results if r.plan_id == plan_id)
+        assert set(late.indices.tolist()) <= set(self.late[plan_id]), "late input for rows that are not late"
         for i, mask in zip(late.indices.tolist(), late.mask, strict=True):
-            prefix, state = self.late[i]
+            prefix, state = self.late[plan_id][i]
             token = draw(prefix, state["start"].sample_index, mask)
-            result.tokens[i, 0], result.counts[i] = token, 1
+            result.tokens[i, 0], result.counts[i] = token, 0 if result.failure else 1
             state["last"] = [token]
 
     def poll(self, wait: bool) -> StepResult | None:
-        return self.results.popleft() if self.results else None
+        if not self.results:
+            return None
+        result = self.results.popleft()
+        del self.late[result.plan_id]
+        return result
 
     def close(self) -> None:
         self.results.clear()
+
+
+class SlowConnector:
+    """Brings blocks some polls after it was asked, sometimes fewer than promised; reads ended requests' blocks for a
+    while. Checks that nobody else touches a block meanwhile."""
+
+    def __init__(self, seed: int = 0, *, polls: int = 3, brings: float = 0.5, keeps: float = 0.5) -> None:
+        self.random = np.random.default_rng(seed)
+        self.polls, self.brings, self.keeps = polls, brings, keeps
+        self.runner: SimulatedRunner | None = None
+        self.prompts: dict[int, np.ndarray] = {}
+        self.loads: dict[int, dict] = {}
+        self.reads: dict[int, dict] = {}
+
+    def match(self, request_id: int, digests: list[bytes], num_cached: int) -> int:
+        if request_id % 10 >= 10 * self.brings or request_id not in self.prompts:
+            return 0
+        return len(self.prompts[request_id])
+
+    def load(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int, int]]) -> None:
+        assert self.runner is not None
+        assert request_id not in self.loads and blocks, "loaded twice, or nothing to fill"
+        for group, _, block in blocks:
+            for offset in range(self.runner.groups[group].block_tokens):
+                self.runner.slots[group][block, offset] = LOADING
+        left = int(self.random.integers(self.polls + 1))
+        self.loads[request_id] = {"left": left, "num": num_tokens, "blocks": list(blocks)}
+
+    def finished(self, request_id: int, num_tokens: int, blocks: list[tuple[int, int, int]]) -> bool:
+        assert self.runner is not None
+        self.prompts.pop(request_id, None)
+        if self.random.random() >= self.keeps:
+            return False
+        slots = self.runner.slots
+        seen = {(g, b): {k: v for k, v in slots[g].items() if k[0] == b} for g, _, b in blocks}
+        self.reads[request_id] = {"left": int(self.random.integers(self.polls + 1)), "seen": seen}
+        return True
+
+    def poll(self) -> ConnectorEvents:
+        arrivals = [self._arrive(number) for number in self._due(self.loads)]
+        released = self._due(self.reads)
+        for number in released:
+            self.reads.pop(number)
+        return ConnectorEvents(arrivals=tuple(arrivals), released=tuple(released))
+
+    def _due(self, table: dict[int, dict]) -> list[int]:
+        due = [number for number, entry in table.items() if entry["left"] <= 0]
+        for entry in table.values():
+            entry["left"] -= 1
+        return due
+
+    def _arrive(self, number: int) -> Arrival:
+        assert self.runner is not None
+        entry = self.loads.pop(number)
+        num = entry["num"] if self.random.random() < 0.7 else int(self.random.integers(entry["num"] + 1))
+        prefixes, state = [], b""
+        for token in self.prompts[number][:num]:
+            state = digest(state, token)
+            prefixes.append(state)
+        for group, index, block in entry["blocks"]:
+            size = self.runner.groups[group].block_tokens
+            for offset in range(size):
+                assert self.runner.slots[group][block, offset] == LOADING, "written while it was loading"
+                position = index * size + offset
+                if position < num:
+                    self.runner.slots[group][block, offset] = prefixes[position]
+        return Arrival(request_id=number, num_tokens=num)
 
 
 FULL = {"kind": "full", "layer_bytes": 1024, "num_layers": 1, "block_tokens": 4}
