@@ -11,6 +11,7 @@ from .storage import BLOCK_TOKENS
 
 UNKNOWN_LENGTH = 32_768
 SMALL_ROWS, MIDDLE_TOKENS, SMALL_BLOCKS = 8, 128, 4
+WORTH = 4
 
 
 def shape_policy(view: ConfigView) -> ShapePolicy:
@@ -18,7 +19,7 @@ def shape_policy(view: ConfigView) -> ShapePolicy:
     requests, which carries padded tokens."""
     length = view.max_model_len or UNKNOWN_LENGTH
     rows = _up_to(view.max_num_seqs + 1, SMALL_ROWS)
-    tokens = _up_to(max(view.max_num_batched_tokens, rows[-1]), *rows, MIDDLE_TOKENS)
+    tokens = tuple(sorted({*rows, *_up_to(max(view.max_num_batched_tokens, rows[-1]), MIDDLE_TOKENS)}))
     blocks = _up_to(-(-length // BLOCK_TOKENS), SMALL_BLOCKS)
     return ShapePolicy(
         tokens=tokens,
@@ -28,9 +29,9 @@ def shape_policy(view: ConfigView) -> ShapePolicy:
     )
 
 
-def _up_to(largest: int, *smaller: int) -> tuple[int, ...]:
-    """Return the sizes below the largest, and it, ascending."""
-    return (*sorted({size for size in smaller if size < largest}), largest)
+def _up_to(largest: int, smaller: int) -> tuple[int, ...]:
+    """Return the largest size, and before it the smaller one where it saves much: each bucket costs warm-up steps."""
+    return (smaller, largest) if smaller * WORTH <= largest else (largest,)
 
 
 class ShapeGuard:

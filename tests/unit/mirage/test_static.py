@@ -10,7 +10,7 @@ from drivetrain_api.v1 import AttentionBatch, AttentionSpec, CachePart, CacheSpe
 from drivetrain_mirage.rules import RuleError
 from drivetrain_mirage.static import ShapeGuard, shape_policy
 
-VIEW = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 1024}
+VIEW = {"max_num_seqs": 40, "max_num_batched_tokens": 1024, "max_model_len": 4096}
 KV = CacheSpec(kind="full", parts=tuple(CachePart(name=n, shape=(1, 4), dtype="float32") for n in "kv"))
 
 
@@ -64,14 +64,14 @@ def test_the_largest_step_fits(seqs, length):
 def test_other_shapes_are_refused(open_backend):
     backend = open_backend(static=True, **VIEW)
     runtime, policy = backend.device, backend.shapes
-    assert policy.tokens == (8, 17, 128, 256) and policy.rows == (8, 17) and policy.blocks_per_row == (4, 8)
+    assert policy.tokens == (8, 41, 128, 1024) and policy.rows == (8, 41) and policy.blocks_per_row == (4, 32)
     linear, packed = linear_of(backend)
-    linear.apply(runtime.zeros((17, 4), torch.float32), packed)
+    linear.apply(runtime.zeros((41, 4), torch.float32), packed)
     with pytest.raises(RuleError, match=r"shape-buckets.*down linear over 9 rows"):
         linear.apply(runtime.zeros((9, 4), torch.float32), packed)
     attention = attention_of(backend)
-    attention.plan(batch(runtime, 128, 17, 8))
-    for shape, what in (((100, 17, 8), "100 tokens"), ((128, 9, 8), "9 rows"), ((128, 17, 5), "5 blocks a row")):
+    attention.plan(batch(runtime, 128, 41, 32))
+    for shape, what in (((100, 41, 32), "100 tokens"), ((128, 9, 32), "9 rows"), ((128, 41, 5), "5 blocks a row")):
         with pytest.raises(RuleError, match=f"shape-buckets.*{what}"):
             attention.plan(batch(runtime, *shape))
 
@@ -91,7 +91,7 @@ def test_nothing_new_after_ready(open_backend):
     with late:
         attention.plan(batch(runtime, 128, 8, 4))
     with late:
-        linear.apply(runtime.zeros((17, 4), torch.float32), packed)
+        linear.apply(runtime.zeros((41, 4), torch.float32), packed)
     with late:
         backend.graphs.capture(lambda: packed.data[0] + 1)
     runtime.synchronize()
