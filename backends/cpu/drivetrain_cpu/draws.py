@@ -47,7 +47,9 @@ class Draw:
         allowed = masked(logits.to(torch.float32), inputs.mask)
         best = allowed.argmax(-1)
         if not inputs.all_greedy:
-            for row in (inputs.temperature != 0).nonzero().flatten().tolist():
+            largest = allowed.gather(1, best.unsqueeze(1)).squeeze(1)
+            # A row whose largest logit is infinite or no number keeps it: the caller sees what it drew.
+            for row in ((inputs.temperature != 0) & largest.isfinite()).nonzero().flatten().tolist():
                 seed = int(inputs.seed[row])
                 source = Source(
                     key=(seed & MASK, (seed >> 32) & MASK),

@@ -97,6 +97,10 @@ class Half:
     name = "FBGEMM, float16 weights"
     copies = True
 
+    def __init__(self, wide: bool = False) -> None:
+        """``wide``: results stay float32, for logits, which a rounding to bfloat16 would move by up to 2^-9."""
+        self._wide = wide
+
     def nbytes(self, out_features: int, in_features: int, dtype: str) -> int:
         inner = -(-in_features // HALF_ROWS) * HALF_ROWS
         pieces = _pieces(out_features, in_features)
@@ -107,7 +111,7 @@ class Half:
         return self.nbytes(out_features, in_features, dtype) + widest * in_features * 4
 
     def pack(self, weight: torch.Tensor) -> Any:
-        largest = float(weight.abs().max()) if weight.numel() else 0.0
+        largest = max((abs(float(end)) for end in weight.aminmax()), default=0.0)
         if not largest < 65504.0:
             raise ValueError(
                 f"a weight of {tuple(weight.shape)} holds {largest}, which float16 can't: "
@@ -122,7 +126,7 @@ class Half:
         out: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if bias is not None:
             out += bias
-        return out.to(x.dtype)
+        return out if self._wide else out.to(x.dtype)
 
 
 def _pieces(out_features: int, in_features: int) -> list[int]:
@@ -203,6 +207,8 @@ class Choice:
 def choose_kernel(spec: LinearSpec, wanted: str) -> Choice:
     """Choose for a spec. ``wanted``: ``auto`` or a kernel's short name; ValueError where that can't run here."""
     names = ["onednn", "half", "plain"] if wanted == "auto" else [wanted]
+    if wanted == "auto" and spec.role == "lm_head" and not half_reason(spec.dtype):
+        return Choice(kernel=Half(wide=True), invariant=invariant_rule("half"))
     if wanted == "auto" and spec.tied and spec.dtype == "float32":
         return Choice(kernel=Plain(), invariant=RowRule(multiple=8, tile=8), why="the embedding holds the weight")
     reasons: list[str] = []

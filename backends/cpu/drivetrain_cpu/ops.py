@@ -11,6 +11,7 @@ from drivetrain_api.v1 import (
     AttentionSpec,
     Decline,
     DrawSpec,
+    GatedActivationSpec,
     LinearSpec,
     OpSpec,
     OpTraits,
@@ -23,7 +24,7 @@ from drivetrain_api.v1 import (
 from .attention import HostAttention
 from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
-from .pointwise import RmsNorm, Rope, make_add_rms
+from .pointwise import InvariantGated, RmsNorm, Rope, make_add_rms
 from .prepare import Prepare
 
 DTYPES = ("float32", "bfloat16")
@@ -83,6 +84,12 @@ def _add_rms(own: Providers, spec: Any) -> Provided | Decline:
     return Provided(implementation=make_add_rms(spec), label="native: torch rms_norm", traits=INVARIANT)
 
 
+def _gated(own: Providers, spec: Any) -> Provided | Decline:
+    if not own.deterministic:
+        return Decline(reason="the reference is as fast here")
+    return Provided(implementation=InvariantGated(spec), label="native: rows at fixed lanes", traits=INVARIANT)
+
+
 def _rope(own: Providers, spec: Any) -> Provided | Decline:
     if spec.style != "halves":
         return Decline(reason="only pairs in halves are faster than the reference")
@@ -102,6 +109,7 @@ MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
     AttentionSpec.op: _attention,
     RmsNormSpec.op: _rms,
     AddRmsNormSpec.op: _add_rms,
+    GatedActivationSpec.op: _gated,
     RopeSpec.op: _rope,
     DrawSpec.op: _draw,
     PrepareSpec.op: _prepare,

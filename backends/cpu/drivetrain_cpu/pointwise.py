@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-from drivetrain_api.v1 import AddRmsNormSpec, RmsNormSpec, RopeSpec
+from drivetrain_api.v1 import AddRmsNormSpec, GatedActivationSpec, RmsNormSpec, RopeSpec
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+LANES = 64  # a multiple of what any vector loop takes at once
+UNSPLIT = 32767  # torch gives so many elements to one thread, and more to several
 Prepared = tuple["weakref.ref[torch.Tensor]", int, torch.Tensor]
 
 
@@ -59,6 +67,26 @@ def make_add_rms(spec: AddRmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor, 
         return norm(total, weight), total
 
     return add_rms
+
+
+class InvariantGated:
+    """activation.gated/1 that gives a row the same bits in any batch, by any number of threads.
+
+    Torch's elementwise loops end in scalar code whose last bits differ from the vector code's. Here every row begins
+    at a multiple of ``LANES`` and its length is one, and no call is large enough to be split among threads within a
+    row, so that an element's code depends on its place in the row alone.
+    """
+
+    def __init__(self, spec: GatedActivationSpec) -> None:
+        self._size, self._missing = spec.size, -spec.size % LANES
+        self._activation = ACTIVATIONS[spec.kind]
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 * size] -> [T, size]."""
+        gate = functional.pad(gate_up[..., : self._size], (0, self._missing)).contiguous()
+        pieces = gate.split(max(1, UNSPLIT // gate.shape[-1]))
+        active = torch.cat([self._activation(piece) for piece in pieces])
+        return active[..., : self._size] * gate_up[..., self._size :]
 
 
 class Rope:

@@ -20,6 +20,8 @@ class Prepare:
         dtype = self._dtype
         rows, row, offset = inputs.rows.numpy(), inputs.token_row.numpy(), inputs.token_offset.numpy()
         start, num_new = inputs.start.numpy(), inputs.num_new.numpy()
+        if len(row) == len(rows) and num_new.min() == 1 == num_new.max() and start.max() < 0:
+            return self._decode(inputs, rows, widths)
         given = start >= 0
         base = np.where(given, start, inputs.computed.numpy()[rows]).astype(dtype)
         lengths = np.where(num_new > 0, base + num_new, 0).astype(dtype)
@@ -42,6 +44,26 @@ class Prepare:
             positions=torch.from_numpy(positions.astype(dtype, copy=False)),
             base=torch.from_numpy(base),
             lengths=torch.from_numpy(lengths),
+            tables=tuple(tables),
+            slots=tuple(slots),
+        )
+
+    def _decode(self, inputs: PrepareInputs, rows: np.ndarray, widths: tuple[int, ...]) -> Prepared:
+        """One token a row, all of them from the tables, none padded."""
+        dtype = self._dtype
+        base = inputs.computed.numpy()[rows].astype(dtype)
+        tables, slots = [], []
+        for table, width, size in zip(inputs.block_tables, widths, self._block_tokens, strict=True):
+            blocks = table.numpy()
+            column, inside = np.divmod(base, size)
+            slots.append(torch.from_numpy(blocks[rows, np.minimum(column, width - 1)] * size + inside))
+            tables.append(torch.from_numpy(blocks[rows, :width]))
+        positions = torch.from_numpy(base)
+        return Prepared(
+            ids=torch.from_numpy(inputs.last_tokens.numpy()[rows, 0].astype(dtype)),
+            positions=positions,
+            base=positions,
+            lengths=positions + 1,
             tables=tuple(tables),
             slots=tuple(slots),
         )

@@ -32,6 +32,7 @@ SHAPES = (
     Shape(heads=4, kv_heads=2, head_dim=16, v_head_dim=16),
     Shape(heads=4, kv_heads=1, head_dim=64, v_head_dim=64, window=40),
     Shape(heads=3, kv_heads=3, head_dim=20, v_head_dim=12, soft_cap=3.0, sinks=True),
+    Shape(heads=1, kv_heads=1, head_dim=32, v_head_dim=32),
 )
 
 
