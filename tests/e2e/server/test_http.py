@@ -118,22 +118,23 @@ def ask_together(server, cases: list[dict], together: int) -> None:
         assert tokens == case["out_ids"], case["prompt"][:60]
 
 
-REAL = {"max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 32, "cache_bytes": 512 << 20}
+REAL = {"max_model_len": 2048, "max_num_batched_tokens": 512, "max_num_seqs": 32, "cache_bytes": 512 << 20}
 
 
 def test_the_real_model_over_http(real_gguf):  # noqa: F811
     with serving_model(real_gguf, "cpu", **REAL) as server:
         ask_together(server, GOLDEN, 1)
-        ask_together(server, TWENTY, 8)
+        ask_together(server, TWENTY[:8], 8)
         ask_together(server, TWENTY + TWENTY[:12], 32)
         server.until(server.idle)
 
 
 @pytest.mark.slow
-def test_the_real_model_over_http_on_mirage(real_gguf):  # noqa: F811
-    with serving_model(real_gguf, "mirage", **REAL) as server:
-        ask_together(server, GOLDEN, 1)
-        ask_together(server, TWENTY, 8)
+@pytest.mark.parametrize("device", ["cpu", "mirage"])
+def test_twenty_prompts_of_the_real_model_over_http(real_gguf, device):  # noqa: F811
+    with serving_model(real_gguf, device, **REAL) as server:
+        for together in (1, 8):
+            ask_together(server, TWENTY, together)
         ask_together(server, TWENTY + TWENTY[:12], 32)
         server.until(server.idle)
 
