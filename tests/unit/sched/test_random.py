@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tests.unit.sched.fleet import Fleet
@@ -73,6 +73,8 @@ def test_ten_thousand_operations_by_hypothesis() -> None:
         stateful_step_count=100,
         deadline=None,
         derandomize=True,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(Operations, settings=checks)
