@@ -85,7 +85,7 @@ class Running:
         self.front, self.app, self.loop = front, app, loop
         self.url = f"http://127.0.0.1:{port}"
         limits = httpx.Limits(max_connections=None)
-        self._client = httpx.Client(base_url=self.url, timeout=300.0, verify=False, limits=limits)
+        self._client = httpx.Client(base_url=self.url, timeout=1800.0, verify=False, limits=limits)
 
     def client(self) -> httpx.Client:
         return self._client
@@ -147,7 +147,7 @@ def serving(
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert ready.wait(60), "the server never started"
+        assert ready.wait(watch.start + 60), "the server never started"
         if failure:
             raise failure[0]
         yield started[0]
