@@ -108,7 +108,8 @@ def describe(config: EngineConfig, choice: Choice) -> Described:
     longest = int(source.config.get("max_position_embeddings", 0)) or config.max_model_len or 4096
     if config.max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len is {config.max_model_len}, the model was made for {longest}", fix=f"give {longest} or less"
+            f"--max-model-len is {config.max_model_len}, the model was made for {longest}",
+            fix=f"give {longest} or less",
         )
     _validate(config, choice, backend, dtype, block_tokens)
     ops = Ops(backend, block_tokens=block_tokens, strict=config.strict, deterministic=config.deterministic)
@@ -161,7 +162,7 @@ def _validate(config: EngineConfig, choice: Choice, backend: Backend, dtype: str
         raise DeviceError(f"{choice.name} can't run this: {what}", fix=fix)
 
 
-def open_loop(config: EngineConfig, choice: Choice, parts: Parts = Parts()) -> Opened:  # noqa: B008
+def open_loop(config: EngineConfig, choice: Choice, parts: Parts = Parts()) -> Opened:
     """Open everything and warm up; what comes back serves at once."""
     described = describe(config, choice)
     from drivetrain.starting import start  # after the backend has set what torch must find when it loads

@@ -92,10 +92,11 @@ def test_aborts_in_prompt_and_in_decode_change_nobody_else(checkpoint: Path, eng
     served.close()
 
 
-def test_a_repeated_prompt_comes_from_the_cache(checkpoint: Path, engine_device: str) -> None:
+def test_a_repeated_prompt_comes_from_the_cache(tmp_path: Path, engine_device: str) -> None:
     if engine_device == "mirage-static":
         pytest.skip("its buckets end below 1,000 tokens a row; shorter prompts above cover it")
-    served = Served(checkpoint, engine_device, max_model_len=1100, cache_bytes=64 << 20, depth=1)
+    long = tiny_checkpoint("qwen3", tmp_path / "qwen3", max_position_embeddings=2048)
+    served = Served(long, engine_device, max_model_len=1100, cache_bytes=64 << 20, depth=1)
     prompt = random_ids(1000, 11)
     computed, tokens = [], []
     for _ in range(2):

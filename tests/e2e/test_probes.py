@@ -58,7 +58,7 @@ def outputs(
             state.preempt(next(iter(state.decoding)))
 
     tokens = []
-    for turn in range(2):
+    for _ in range(2):
         numbers = [served.submit(p, count, sampling, seed=9 + i) for i, p in enumerate(PROMPTS)]
         served.run(between)
         tokens += [served.open[n].tokens for n in numbers]
@@ -110,7 +110,8 @@ def test_b_masks_that_arrive_late_give_what_depth_1_gives(checkpoint: Path, devi
         for number, session in zip(numbers, sessions, strict=True):
             if session is not None:
                 tokens = served.open[number].tokens
-                assert session.seen == tokens and all(a % 2 != b % 2 for a, b in zip([0, *tokens], tokens))
+                assert session.seen == tokens
+                assert all(a % 2 != b % 2 for a, b in zip([0, *tokens], tokens, strict=False))
         served.close()
     assert found[0] == found[1] == found[2]
     free = hf_greedy(checkpoint, PROMPTS[::2], 20)
@@ -132,7 +133,8 @@ class SlowConnector:
         self.digests[request_id] = list(digests)
         best = 0
         for known, tokens, _ in self.kept.values():
-            same = next((i for i, (a, b) in enumerate(zip(known, digests)) if a != b), min(len(known), len(digests)))
+            pairs = enumerate(zip(known, digests, strict=False))
+            same = next((i for i, (a, b) in pairs if a != b), min(len(known), len(digests)))
             best = max(best, min(same * 32, tokens))
         return best if best > num_cached else 0
 
@@ -145,11 +147,11 @@ class SlowConnector:
 
     def poll(self) -> ConnectorEvents:
         arrivals = []
-        for load in list(self.loads):
-            load[0] -= 1
-            if load[0] <= 0:
-                self.loads.remove(load)
-                arrivals.append(self._arrive(*load[1:]))
+        for under_way in list(self.loads):
+            under_way[0] -= 1
+            if under_way[0] <= 0:
+                self.loads.remove(under_way)
+                arrivals.append(self._arrive(*under_way[1:]))
         for release in self.releases:
             release[0] -= 1
         released = [request_id for left, request_id in self.releases if left <= 0]
@@ -348,4 +350,4 @@ def _tensors(directory: Path):
 
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
-            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            yield from ((name, file.get_tensor(name)) for name in file.keys())

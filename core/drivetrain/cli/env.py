@@ -23,7 +23,7 @@ PACKAGES = (
     "gguf",
     "pyzmq",
 )
-PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "TORCH_", "DRIVETRAIN_", "HF_")
+PREFIXES = ("OMP_", "KMP_", "GOMP_", "TORCH_", "DRIVETRAIN_", "HF_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

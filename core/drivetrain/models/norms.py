@@ -38,9 +38,12 @@ class Join:
         self.weight = alone.weight
 
     def __call__(self, branch: torch.Tensor, stream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normed sum, sum), each [T, hidden]. A stream of None: the branch is the stream's beginning."""
+        """Return (normed sum, sum), each [T, hidden]. A stream of None: the branch is the stream's beginning.
+
+        The stream is float32 whatever the model's dtype: rounded at every layer, it would lose most of all.
+        """
         if stream is None:
-            return self._alone(branch), branch
+            return self._alone(branch), branch.float()
         return self._run(branch, stream, self.weight.value)
 
 

@@ -133,7 +133,8 @@ def test_the_real_model_over_http(real_gguf):  # noqa: F811
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("device", ["cpu", "mirage"])
 def test_twenty_prompts_of_the_real_model_over_http(real_gguf, device):  # noqa: F811
-    with serving_model(real_gguf, device, **REAL) as server:
+    small = {} if device == "cpu" else {"max_model_len": 1280, "max_num_seqs": 16, "cache_bytes": 0}
+    with serving_model(real_gguf, device, **REAL | small) as server:
         for together in (1, 8):
             ask_together(server, TWENTY, together)
         ask_together(server, TWENTY + TWENTY[:12], 32)

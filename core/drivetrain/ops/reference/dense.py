@@ -11,7 +11,7 @@ from torch.nn import functional
 from drivetrain.errors import DeviceError
 from drivetrain.ops.cases.dense import embedding_cases, linear_cases
 from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost
-from drivetrain_api.v1 import BatchFacts, EmbeddingSpec, LinearSpec, Packed, dtype_bytes, torch_dtype
+from drivetrain_api.v1 import BatchFacts, EmbeddingSpec, LinearSpec, Packed, dtype_bytes
 
 TILE_ROWS = 16
 
@@ -72,14 +72,13 @@ class InvariantLinear(ReferenceLinear):
 def make_embedding(spec: EmbeddingSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """embedding/1: ``fn(ids [T], weight [vocabulary, size]) -> [T, size]``: row ids[t], times ``scale``.
 
-    The scale is rounded to the dtype before it multiplies. Ids outside 0 .. vocabulary - 1 are the caller's
+    Scaled rows are float32, which the stream that they begin has. Ids outside 0 .. vocabulary - 1 are the caller's
     error.
     """
-    scale = float(torch.tensor(spec.scale, dtype=torch_dtype(spec.dtype)))
 
     def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = functional.embedding(ids, weight)
-        return rows if scale == 1.0 else rows * scale
+        return rows if spec.scale == 1.0 else rows.float() * spec.scale
 
     return embedding
 

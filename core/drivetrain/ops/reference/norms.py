@@ -17,15 +17,16 @@ def rms(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis; x [..., size], weight [size].
 
     The mean, the root and the quotient are float32. Then, with ``round_before_weight``, the quotient is
-    rounded to x's dtype and the product is of that dtype; without, the product is float32 and rounded once.
+    rounded to the weight's dtype and the product is of that dtype; without, the product is float32 and rounded once.
+    The result has the weight's dtype, also where x is a float32 stream in a model of a smaller dtype.
     """
     x32 = wide(x)
     normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + spec.eps)
     if spec.round_before_weight:
         scale = weight + spec.offset if spec.offset else weight
-        return normed.to(x.dtype) * scale
+        return normed.to(weight.dtype) * scale
     scale = wide(weight) + spec.offset if spec.offset else wide(weight)
-    return (normed * scale).to(x.dtype)
+    return (normed * scale).to(weight.dtype)
 
 
 def make_rms(spec: RmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -36,8 +37,8 @@ def make_rms(spec: RmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.
 def make_add_rms(
     spec: AddRmsNormSpec,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """norm.add_rms/1: ``fn(x, residual, weight) -> (normed, total)``: total = x + residual, rounded to the
-    dtype; normed = norm.rms of that total.
+    """norm.add_rms/1: ``fn(x, residual, weight) -> (normed, total)``: total = x + residual, of the
+    residual's dtype (float32 in models that keep the stream so); normed = norm.rms of that total.
     """
 
     def add_rms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -136,7 +136,7 @@ class ComposedBackend:
     device: DeviceRuntime
     storage: Storage
     memory: MemoryProfiler
-    shapes: ShapePolicy = ShapePolicy()
+    shapes: ShapePolicy = ShapePolicy()  # noqa: RUF009  it is frozen
     graphs: Graphs | None = None
     collectives: Collectives | None = None
     transfer: Transfer | None = None

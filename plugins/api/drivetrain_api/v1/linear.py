@@ -32,6 +32,7 @@ class LinearSpec(OpSpec):
     """y = x @ weight.T + bias with weight [out_features, in_features]. The implementation is a ``Linear``.
 
     ``tied``: the same storage also serves the embedding, so the source may not be freed by ``pack``.
+    ``role``: what the result is for; an ``lm_head`` may give float32, which the core turns its result into anyway.
     """
 
     op: ClassVar[str] = "linear/1"
@@ -78,7 +79,7 @@ class Unpackable(Protocol):
 class EmbeddingSpec(OpSpec):
     """Row lookup. Implementation: ``fn(ids [T] int, weight [vocabulary, size]) -> [T, size]`` times ``scale``.
 
-    The scale is rounded to the dtype first, as models trained with it do.
+    With a scale other than 1 the result is float32: the beginning of a residual stream that is kept so.
     """
 
     op: ClassVar[str] = "embedding/1"

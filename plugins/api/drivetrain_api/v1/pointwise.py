@@ -24,7 +24,10 @@ class RmsNormSpec(OpSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRmsNormSpec(OpSpec):
-    """``fn(x, residual, weight) -> (normed, total)``: total = x + residual, normed = norm.rms of total."""
+    """``fn(x, residual, weight) -> (normed, total)``: total = x + residual, normed = norm.rms of total.
+
+    ``residual`` and ``total`` may be float32 beside an x and a weight of a smaller dtype, which normed has.
+    """
 
     op: ClassVar[str] = "norm.add_rms/1"
     size: int
