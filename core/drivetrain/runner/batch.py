@@ -45,7 +45,10 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchArrays:
-    """A step on the host, padded. Padded rows follow the real ones; they carry the padded tokens, if any."""
+    """A step on the host, padded. Padded rows follow the real ones; they carry the padded tokens, if any.
+
+    ``steady``: one-token decode rows and no padding, so that all arrays but ``rows`` and ``bounds`` are constants.
+    """
 
     shape: BatchShape
     rows: np.ndarray  # [B]
@@ -57,6 +60,7 @@ class BatchArrays:
     host_ids: np.ndarray  # [T]
     bounds: np.ndarray  # [B]
     max_query_len: int
+    steady: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +82,7 @@ class SampleArrays:
     num_logits: int
     spread: np.ndarray | None
     num_drafts: np.ndarray | None
+    whole: bool = False
 
     @property
     def count(self) -> int:
@@ -103,12 +108,16 @@ class BatchBuilder:
         self.block_tokens = block_tokens
         self.max_widths = max_widths
         self._count = np.arange(64, dtype=np.int32)
+        self._fill_constants(64)
 
     def shape(self, plan: StepPlan) -> BatchShape:
         """Return the padded sizes for a plan. StepError when a bucket is too small: the scheduler's limits
         are off."""
         policy = self.policy
         longest = int(plan.bounds.max()) if plan.num_rows else 0
+        if policy.dynamic:
+            widths = tuple([max(1, -(-longest // size)) for size in self.block_tokens])
+            return BatchShape(rows=plan.num_rows, tokens=token_count(plan), widths=widths)
         try:
             tokens = bucket(policy.tokens, plan.num_tokens)
             rows = bucket(policy.rows, plan.num_rows + (1 if tokens > plan.num_tokens else 0))
@@ -126,7 +135,9 @@ class BatchBuilder:
 
     def arrays(self, plan: StepPlan, shape: BatchShape) -> BatchArrays:
         """Lay a plan out in a shape at least as large as its own."""
-        real, tokens = plan.num_rows, plan.num_tokens
+        real, tokens = plan.num_rows, token_count(plan)
+        if plan.num_decode == real == shape.rows == shape.tokens and not plan.dummy:
+            return self._steady(plan, shape)
         padded, excess = shape.rows - real, shape.tokens - tokens
         counts = np.zeros(shape.rows, np.int32)
         counts[:real] = plan.num_new
@@ -136,11 +147,8 @@ class BatchBuilder:
         query_start = np.zeros(shape.rows + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         count = self.count(max(shape.tokens, shape.rows))
-        if shape.tokens == shape.rows and int(counts.max(initial=0)) <= 1 and shape.tokens == query_start[-1]:
-            token_row, token_offset = count[: shape.tokens], np.zeros(shape.tokens, np.int32)
-        else:
-            token_row = np.repeat(count[: shape.rows], counts)
-            token_offset = count[: shape.tokens] - query_start[token_row]
+        token_row = np.repeat(count[: shape.rows], counts)
+        token_offset = count[: shape.tokens] - query_start[token_row]
         host_ids = np.full(shape.tokens, self.policy.pad_token, np.int32)
         first = tokens - len(plan.prompt_ids)
         host_ids[first:tokens] = plan.prompt_ids
@@ -155,6 +163,38 @@ class BatchBuilder:
             host_ids=host_ids,
             bounds=padded_to(plan.bounds, shape.rows, 0),
             max_query_len=int(counts.max(initial=0)),
+        )
+
+    def _steady(self, plan: StepPlan, shape: BatchShape) -> BatchArrays:
+        rows = shape.rows
+        count = self.count(rows + 1)
+        return BatchArrays(
+            shape=shape,
+            rows=plan.rows,
+            start=self._minus[:rows],
+            num_new=self._ones[:rows],
+            query_start=count,
+            token_row=count[:rows],
+            token_offset=self._zeros[:rows],
+            host_ids=self._pads[:rows],
+            bounds=plan.bounds,
+            max_query_len=1,
+            steady=True,
+        )
+
+    def whole(self, plan: StepPlan) -> SampleArrays:
+        """Lay out the sampling of every row of a steady batch."""
+        count = self.count(plan.num_rows)
+        return SampleArrays(
+            index=count,
+            rows=plan.rows,
+            batch_rows=count,
+            tokens=count,
+            logit_rows=plan.rows,
+            num_logits=plan.num_rows,
+            spread=None,
+            num_drafts=None,
+            whole=True,
         )
 
     def samples(self, plan: StepPlan, batch: BatchArrays, index: np.ndarray) -> SampleArrays:
@@ -201,11 +241,22 @@ class BatchBuilder:
         most = min(shape.tokens, shape.rows * (self._max_drafts + 1))
         return next((size for size in sorted({*self.policy.rows, *self.policy.tokens}) if size >= most), most)
 
+    def _fill_constants(self, size: int) -> None:
+        values = (self.policy.pad_token, -1, 0, 1)
+        self._pads, self._minus, self._zeros, self._ones = (np.full(size, v, np.int32) for v in values)
+
     def count(self, n: int) -> np.ndarray:
         """Return 0 .. n - 1 as int32, a view that must not be written."""
         if len(self._count) < n:
-            self._count = np.arange(max(n, 2 * len(self._count)), dtype=np.int32)
+            size = max(n, 2 * len(self._count))
+            self._count = np.arange(size, dtype=np.int32)
+            self._fill_constants(size)
         return self._count[:n]
+
+
+def token_count(plan: StepPlan) -> int:
+    """Return the plan's query tokens."""
+    return plan.num_rows if plan.num_decode == plan.num_rows else plan.num_tokens
 
 
 def padded_to(values: np.ndarray, length: int, fill: int) -> np.ndarray:

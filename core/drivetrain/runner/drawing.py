@@ -22,11 +22,13 @@ DRAW_ELEMENT = 48  # bytes a token that the reference's noise, filters and sorts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """N rows: ``tokens`` [N] int32; ``finite`` [N] int32, 1 where hidden state and drawn logit are; ``logprobs`` by
-    name: logprob [N], rank [N], top_ids [N, k], top_logprobs [N, k]; empty without a report."""
+    """N rows: ``tokens`` [N] int32; ``witness`` [N] float32, finite where all of the row's logits are.
+
+    ``logprobs`` by name: logprob [N], rank [N], top_ids [N, k], top_logprobs [N, k]; empty without a report.
+    """
 
     tokens: torch.Tensor
-    finite: torch.Tensor
+    witness: torch.Tensor
     logprobs: dict[str, torch.Tensor]
 
 
@@ -61,29 +63,26 @@ class Drawer:
         dear = (self._dear_draw and not inputs.all_greedy) or (self._dear_logprobs and alternatives is not None)
         step = rows_at_once(count, self._vocabulary, DRAW_BYTES, DRAW_ELEMENT) if dear and not self._fixed else count
         if step == count:
-            return self._some(hidden, logits, inputs, alternatives)
+            return self._some(logits, inputs, alternatives)
         pieces = []
         for a in range(0, count, step):
             part = slice(a, a + step)
-            pieces.append(self._some(hidden[part], logits[part], rows_of(inputs, a, a + step), alternatives))
+            pieces.append(self._some(logits[part], rows_of(inputs, a, a + step), alternatives))
         return _joined(pieces)
 
-    def _some(
-        self, hidden: torch.Tensor, logits: torch.Tensor, inputs: SamplingInputs, alternatives: int | None
-    ) -> Drawn:
+    def _some(self, logits: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
         tokens = self._draw(logits, inputs, STREAM_TARGET).to(torch.int32)
         named: dict[str, torch.Tensor] = {}
         if alternatives is not None:
             names = ("logprob", "rank", "top_ids", "top_logprobs")
             named = dict(zip(names, self._logprobs(logits, tokens, alternatives), strict=True))
-        return Drawn(tokens=tokens, finite=finite(hidden, logits, tokens), logprobs=named)
+        return Drawn(tokens=tokens, witness=witness(logits, tokens), logprobs=named)
 
 
-def finite(hidden: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return [N] int32, 1 where hidden state and drawn logit are finite: one pass over hidden, none over logits."""
-    spoilt = (hidden * 0).sum(-1, dtype=torch.float32)  # 0, or nan where an element is not finite
-    drawn = logits.gather(1, tokens.to(torch.int64).unsqueeze(1)).squeeze(1)
-    return torch.isfinite(spoilt + drawn.to(torch.float32)).to(torch.int32)
+def witness(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the drawn logits [N] float32. A row with a logit that is no number, or is +inf, draws such a one: it
+    counts as the largest. So finiteness costs no pass over logits or hidden states."""
+    return logits.gather(1, tokens.to(torch.int64).unsqueeze(1)).squeeze(1)
 
 
 def on_reference(ops: Ops, spec: OpSpec) -> bool:
@@ -115,6 +114,6 @@ def _joined(pieces: list[Drawn]) -> Drawn:
     names = pieces[0].logprobs
     return Drawn(
         tokens=torch.cat([p.tokens for p in pieces]),
-        finite=torch.cat([p.finite for p in pieces]),
+        witness=torch.cat([p.witness for p in pieces]),
         logprobs={name: torch.cat([p.logprobs[name] for p in pieces]) for name in names},
     )

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from drivetrain_api.v1 import Backend, CacheHandle, Prepared
 
 
+BATCH_ARRAYS = ("rows", "start", "num_new", "query_start", "token_row", "token_offset", "host_ids")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePlan:
     """The plan of a recurrent group's step. Row b's state lies in block ``state_blocks[b]``; 0 for padded
@@ -80,7 +83,7 @@ class ForwardPass:
 
     def pack(self, plan: StepPlan, batch: BatchArrays, pack: Pack) -> None:
         """Add the batch's arrays, and the plan's rarer sections, to the step's upload."""
-        for name in ("rows", "start", "num_new", "query_start", "token_row", "token_offset", "host_ids"):
+        for name in ("rows",) if batch.steady else BATCH_ARRAYS:
             pack.add(name, getattr(batch, name))
         if plan.positions:
             grid = np.full((3, batch.shape.tokens), -1, np.int32)
@@ -92,9 +95,14 @@ class ForwardPass:
             if exports:
                 pack.add(f"exports{g}", np.array(exports, np.int32))
 
-    def prepare(self, batch: BatchArrays, views: dict[str, torch.Tensor]) -> Prepared:
-        """Compute ids, positions, lengths, tables and slots from the rows, and advance the rows' counts."""
+    def prepare(self, batch: BatchArrays, views: dict[str, torch.Tensor]) -> tuple[Prepared, torch.Tensor]:
+        """Compute ids, positions, lengths, tables and slots from the rows, and advance the rows' counts.
+
+        Returns them, and the lengths [B] once more as the int32 that the tables keep.
+        """
         tables = self._tables
+        if batch.steady:
+            views |= tables.steady_inputs(batch.shape.rows)
         rows = views["rows"]
         prepared: Prepared = self._prepare(
             PrepareInputs(
@@ -110,8 +118,9 @@ class ForwardPass:
             ),
             batch.shape.widths,
         )
-        tables.computed[rows] = prepared.lengths.to(torch.int32)
-        return prepared
+        lengths = prepared.lengths.to(torch.int32)
+        tables.computed[rows] = lengths
+        return prepared, lengths
 
     def step(
         self,

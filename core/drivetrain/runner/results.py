@@ -21,6 +21,8 @@ def assemble(
 ) -> StepResult:
     """Merge the sampled sets of one plan. ``copied``: for each set its arrays, named by
     ``SampleSet.copied``."""
+    if len(parts) == 1 and parts[0].arrays.whole and len(parts[0].copied) == 1:
+        return _whole(plan, copied[0][0])
     width = max((p.arrays.spread.shape[1] for p in parts if p.arrays.spread is not None), default=1)
     tokens = np.zeros((plan.num_rows, width), np.int32)
     counts = np.zeros(plan.num_rows, np.int32)
@@ -48,16 +50,28 @@ def assemble(
     )
 
 
+def _whole(plan: StepPlan, packed: np.ndarray) -> StepResult:
+    """The common case: every row drew one token, and nothing else was asked for."""
+    n = plan.num_rows
+    finite = np.isfinite(packed[n:].view(np.float32))
+    return StepResult(
+        plan_id=plan.plan_id,
+        tokens=packed[:n].reshape(n, 1),
+        counts=np.ones(n, np.int32),
+        non_finite=EMPTY if finite.all() else np.flatnonzero(~finite).astype(np.int32),
+    )
+
+
 def _unpack(part: SampleSet, packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return tokens [n, m], counts [n], finite [n] (bool) of a set's packed int32 array."""
     a = part.arrays
     n, padded = a.count, len(a.rows)
     if a.spread is None:
-        return packed[:n].reshape(n, 1), np.ones(n, np.int32), packed[padded : padded + n] != 0
+        return packed[:n].reshape(n, 1), np.ones(n, np.int32), np.isfinite(packed[padded : padded + n].view(np.float32))
     width = a.spread.shape[1]
     drawn = packed[: padded * width].reshape(padded, width)[:n]
     accepted = packed[padded * width : padded * (width + 1)][:n]
-    flags = packed[padded * (width + 1) :] != 0
+    flags = np.isfinite(packed[padded * (width + 1) :].view(np.float32))
     return drawn, accepted, flags[a.spread[:n]].all(axis=1)
 
 
@@ -66,6 +80,7 @@ def _logprobs(part: SampleSet, accepted: np.ndarray, arrays: dict[str, np.ndarra
     a = part.arrays
     width = 1 if a.spread is None else a.spread.shape[1]
     place = np.broadcast_to(np.arange(width, dtype=np.int32), (a.count, width))
+    assert part.wants_logprobs is not None
     keep = (part.wants_logprobs[:, None] >= 0) & (place < accepted[:, None])
     entry = (np.arange(a.count)[:, None] if a.spread is None else a.spread[: a.count])[keep]
     k = int(part.wants_logprobs.max())

@@ -52,7 +52,8 @@ class RowTables:
         self._slot_dtype = torch_dtype(shape.slot_dtype)
         self.computed = runtime.zeros((rows,), torch.int32)
         self.last_tokens = runtime.zeros((rows, shape.max_drafts + 1), torch.int32)
-        self.floats = runtime.zeros((3, rows), torch.float32)  # temperature, top_p, min_p
+        neutral = np.repeat(np.array([[0.0], [1.0], [0.0]], np.float32), rows, axis=1)
+        self.floats = runtime.from_host(neutral)  # [3, rows]: temperature, top_p, min_p
         self.ints = runtime.zeros((3, rows), torch.int32)  # top_k, sample index, position delta
         self.seeds = runtime.zeros((rows,), torch.int64)
         sizes = [rows * width for width in shape.widths]
@@ -62,20 +63,39 @@ class RowTables:
             self._flat[int(a) : int(a) + size].view(rows, width)
             for a, size, width in zip(self._offsets[:-1], sizes, shape.widths, strict=True)
         )
+        values = (np.full(rows, -1), np.ones(rows), np.arange(rows + 1), np.zeros(rows))
+        self._constants = tuple(runtime.from_host(v.astype(shape.slot_dtype)) for v in values)
+        self._steady: dict[int, dict[str, torch.Tensor]] = {}
         self.flags = np.zeros(rows, np.uint8)
         self.logprobs = np.full(rows, -1, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.pooling: dict[int, str] = {}
 
+    def steady_inputs(self, rows: int) -> dict[str, torch.Tensor]:
+        """Return, as views of constants, what a step of ``rows`` one-token decode rows feeds beside the rows."""
+        found = self._steady.get(rows)
+        if found is None:
+            minus, ones, count, zeros = self._constants
+            found = self._steady[rows] = {
+                "start": minus[:rows],
+                "num_new": ones[:rows],
+                "query_start": count[: rows + 1],
+                "token_row": count[:rows],
+                "token_offset": zeros[:rows],
+                "host_ids": zeros[:rows],
+            }
+        return found
+
     @property
     def nbytes(self) -> int:
         """Device bytes of all tables."""
-        tensors = (self.computed, self.last_tokens, self.floats, self.ints, self.seeds, self._flat)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        state = (self.computed, self.last_tokens, self.floats, self.ints, self.seeds, self._flat)
+        return sum(t.numel() * t.element_size() for t in (*state, *self._constants))
 
-    def facts(self, rows: np.ndarray) -> int:
-        """Return the union of the rows' flags: which work some row needs."""
-        return int(np.bitwise_or.reduce(self.flags[rows])) if len(rows) else 0
+    def row_flags(self, rows: np.ndarray) -> np.ndarray:
+        """Return each row's flags: which work it needs."""
+        flags: np.ndarray = self.flags[rows]
+        return flags
 
     # -- deltas ----------------------------------------------------------------------------------------------
 
@@ -101,17 +121,16 @@ class RowTables:
 
         Returns how many pieces ``apply`` has to expect, starts and blocks together.
         """
-        pieces = 0
-        starts = self._start_columns(plan.starts)
-        for piece in self._pieces(starts, self._neutral_start()):
-            pack.add(f"starts{pieces}", piece)
-            pieces += 1
-        first_block = pieces
-        null_write = np.array([[self.padding_row * self.shape.widths[0]], [0]] if self.shape.widths else [[0], [0]])
-        for piece in self._pieces(self._block_columns(plan.blocks, groups), null_write.astype(np.int32)):
-            pack.add(f"blocks{pieces - first_block}", piece)
-            pieces += 1
-        return pieces
+        count = 0
+        if plan.starts:
+            for piece in self._pieces(self._start_columns(plan.starts), self._neutral_start()):
+                pack.add(f"starts{count}", piece)
+                count += 1
+        if len(plan.blocks):
+            for number, piece in enumerate(self._pieces(self._block_columns(plan.blocks, groups), self._null_write())):
+                pack.add(f"blocks{number}", piece)
+                count += 1
+        return count
 
     def apply(self, views: dict[str, torch.Tensor]) -> None:
         """Queue what ``pack`` added."""
@@ -145,9 +164,14 @@ class RowTables:
             columns = np.concatenate((columns, np.repeat(neutral, missing, axis=1)), axis=1)
         return [np.ascontiguousarray(columns[:, a : a + chunk]) for a in range(0, count, chunk)]
 
+    def _null_write(self) -> np.ndarray:
+        """The write of the null block to the padding row, [2, 1]: place, block."""
+        width = self.shape.widths[0] if self.shape.widths else 0
+        return np.array([[self.padding_row * width], [0]], np.int32)
+
     def _neutral_start(self) -> np.ndarray:
         column = np.zeros((START_FIELDS, 1), np.int32)
-        column[0] = self.padding_row
+        column[0], column[3] = self.padding_row, np.float32(1.0).view(np.int32)
         return column
 
     def _start_columns(self, starts: Sequence[RowStart]) -> np.ndarray:
@@ -170,9 +194,10 @@ class RowTables:
             place = self._offsets[table] + mine[:, 0].astype(np.int64) * width + mine[:, 2]
             parts.append(np.stack((place, mine[:, 3])))
         columns = np.concatenate(parts, axis=1)
-        _, first_from_the_end = np.unique(columns[0, ::-1], return_index=True)
-        if len(first_from_the_end) < columns.shape[1]:
-            columns = columns[:, columns.shape[1] - 1 - first_from_the_end]
+        if columns.shape[1] > 1:
+            _, first_from_the_end = np.unique(columns[0, ::-1], return_index=True)
+            if len(first_from_the_end) < columns.shape[1]:
+                columns = columns[:, columns.shape[1] - 1 - first_from_the_end]
         return columns.astype(np.int32)
 
 

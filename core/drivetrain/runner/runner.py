@@ -23,7 +23,7 @@ from drivetrain.runner.forward import ForwardPass
 from drivetrain.runner.graphs import decode_graphs
 from drivetrain.runner.pooling import Pooled, Pooler
 from drivetrain.runner.results import assemble, failed
-from drivetrain.runner.rows import POOLING, RowTables
+from drivetrain.runner.rows import LOGPROBS, POOLING, RowTables
 from drivetrain.runner.sampler import RowUpdate, Sampler, SampleSet, late_mask
 from drivetrain.runner.sizes import RunnerConfig, staging_capacity, table_shape
 from drivetrain.runner.staging import Pack, StagingRing
@@ -50,7 +50,9 @@ class InFlight:
     pooled: list[Pooled] = field(default_factory=list)
     pooled_copy: HostCopy | None = None
     carry: Carry | None = None
+    lengths: torch.Tensor | None = None
     graph: bool = False
+    facts: int = 0
     done: Event | None = None
     sampled: bool = False
     failure: str = ""
@@ -136,7 +138,8 @@ class Runner:
             captured = self.graphs.shape(plan) if self.config.first and self.config.last else None
             flight.graph = captured is not None
             batch = self.builder.arrays(plan, captured or self.builder.shape(plan))
-            self._choose_samples(flight, batch)
+            if plan.num_rows:
+                self._choose_samples(flight, batch)
             self.passes.pack(plan, batch, pack)
             self._pack_samples(flight, pack)
         except Exception:
@@ -150,7 +153,7 @@ class Runner:
         change_blocks(self.runtime, self.caches, self.passes.places, plan, self.tables.shape.chunk)
         if plan.num_rows == 0:
             return
-        prepared = self.passes.prepare(batch, views)
+        prepared, flight.lengths = self.passes.prepare(batch, views)
         self._layers(flight, batch, views, prepared, carry)
 
     def _layers(
@@ -161,7 +164,7 @@ class Runner:
         prepared: Prepared,
         carry: Carry | None,
     ) -> None:
-        plan, facts = flight.plan, self.tables.facts(flight.plan.rows)
+        plan, facts = flight.plan, flight.facts
         if flight.graph and not facts & POOLING:
             inputs = self.passes.inputs(plan, batch, views, prepared, facts)
             self._keep_hidden(flight, views, prepared, self.graphs.run(batch.shape.rows, inputs))
@@ -182,6 +185,10 @@ class Runner:
             return
         for prefix, part in self._sets(flight):
             part.adopt(prefix, views)
+            if part.arrays.whole:
+                part.hidden = self.decoder.finish(carry)
+                part.lengths = part.positions = flight.lengths
+                continue
             picked = {name: tensor.index_select(0, part.views["tokens"]) for name, tensor in carry.items()}
             self._keep(part, prepared, self.decoder.finish(picked))
 
@@ -205,24 +212,36 @@ class Runner:
 
     def _choose_samples(self, flight: InFlight, batch: BatchArrays) -> None:
         """Split the sampling rows into early and late ones; rows that pool draw nothing."""
+        plan = flight.plan
+        flags = self.tables.row_flags(plan.rows)
+        flight.facts = facts = int(np.bitwise_or.reduce(flags))
         if not self.config.last:
             return
-        plan = flight.plan
-        draws = plan.sample & ((self.tables.flags[plan.rows] & POOLING) == 0)
+        if batch.steady and not (plan.late_rows or flight.graph or facts & POOLING):
+            wants = self.tables.logprobs[plan.rows] if facts & LOGPROBS else None
+            arrays = self.builder.whole(plan)
+            flight.early = SampleSet(arrays=arrays, facts=facts, generation=None, wants_logprobs=wants, views={})
+            return
+        draws = plan.sample & ((flags & POOLING) == 0) if facts & POOLING else plan.sample
+        if not plan.late_rows:
+            flight.early = self._sample_set(plan, batch, np.flatnonzero(draws), flags)
+            return
         late = np.zeros(plan.num_rows, bool)
         late[list(plan.late_rows)] = True
-        flight.early = self._sample_set(plan, batch, np.flatnonzero(draws & ~late))
-        flight.late = self._sample_set(plan, batch, np.flatnonzero(draws & late))
+        flight.early = self._sample_set(plan, batch, np.flatnonzero(draws & ~late), flags)
+        flight.late = self._sample_set(plan, batch, np.flatnonzero(draws & late), flags)
+        if flight.late is not None:
+            flight.late.generation = self.tables.generation[plan.rows[flight.late.arrays.index]]
 
-    def _sample_set(self, plan: StepPlan, batch: BatchArrays, index: np.ndarray) -> SampleSet | None:
+    def _sample_set(self, plan: StepPlan, batch: BatchArrays, index: np.ndarray, flags: np.ndarray) -> SampleSet | None:
         if len(index) == 0:
             return None
-        rows = plan.rows[index]
+        facts = int(np.bitwise_or.reduce(flags[index]))
         return SampleSet(
             arrays=self.builder.samples(plan, batch, index.astype(np.int32)),
-            facts=self.tables.facts(rows),
-            generation=self.tables.generation[rows],
-            wants_logprobs=self.tables.logprobs[rows],
+            facts=facts,
+            generation=None,
+            wants_logprobs=self.tables.logprobs[plan.rows[index]] if facts & LOGPROBS else None,
             views={},
         )
 
@@ -237,7 +256,7 @@ class Runner:
             pack = Pack()
             self.passes.pack(plan, batch, pack)
             views = pack.upload(self.ring, self.runtime)
-            prepared = self.passes.prepare(batch, views)
+            prepared, _ = self.passes.prepare(batch, views)
             self.graphs.capture(batch, self.passes.inputs(plan, batch, views, prepared, 0))
 
     # -- sample ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ host."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +31,8 @@ class SampleSet:
 
     arrays: SampleArrays
     facts: int
-    generation: np.ndarray  # [n] the tables' generation of each row when the plan was submitted
-    wants_logprobs: np.ndarray  # [n] -1 or how many alternatives
+    generation: np.ndarray | None  # [n] of late rows: the tables' generation when the plan was submitted
+    wants_logprobs: np.ndarray | None  # [n] -1 or how many alternatives; None where no row asked
     views: dict[str, torch.Tensor]
     hidden: torch.Tensor | None = None  # [N', hidden]
     positions: torch.Tensor | None = None  # [N'] index of each drawn token
@@ -49,6 +49,8 @@ class SampleSet:
     def pack(self, prefix: str, pack: Pack) -> None:
         """Add the set's index arrays to the step's upload."""
         a = self.arrays
+        if a.whole:
+            return
         for name, array in (
             ("rows", a.rows),
             ("batch_rows", a.batch_rows),
@@ -62,6 +64,9 @@ class SampleSet:
 
     def adopt(self, prefix: str, views: dict[str, torch.Tensor]) -> None:
         """Take the set's own views from the step's upload."""
+        if self.arrays.whole:
+            self.views = {"rows": views["rows"], "logit_rows": views["rows"]}
+            return
         self.views = {name[len(prefix) :]: view for name, view in views.items() if name.startswith(prefix)}
 
 
@@ -91,6 +96,7 @@ class Sampler:
         self._drafter = drafter
         self._fixed = fixed_shapes
         self._vocabulary = vocabulary
+        self._greedy: dict[int, SamplingInputs] = {}  # views of the padding row by number of rows
         self._drawer = Drawer(ops, vocabulary=vocabulary, fixed_shapes=fixed_shapes, logits=logits)
         k = tables.shape.max_drafts
         self._verify: Any = ops.bind(VerifySpec(dtype="int32", max_drafts=k)) if k else None
@@ -102,7 +108,7 @@ class Sampler:
         """
         assert part.hidden is not None and part.positions is not None and part.lengths is not None
         drawn = self._drawer.run(part.hidden, self._inputs(part, mask), self._alternatives(part))
-        draws, finite, outputs = drawn.tokens, drawn.finite, drawn.logprobs
+        draws, finite, outputs = drawn.tokens, drawn.witness, drawn.logprobs
         part.hidden = None
         if part.verify:
             update, packed = self._verified(part, draws, finite)
@@ -113,6 +119,8 @@ class Sampler:
 
     def _inputs(self, part: SampleSet, mask: torch.Tensor | None) -> SamplingInputs:
         rows = part.views["logit_rows"]
+        if not part.facts & NON_GREEDY:
+            return self._greedy_inputs(part, mask)
         temperature, top_p, min_p = self._tables.floats.index_select(1, rows).unbind(0)
         top_k, sample, _ = self._tables.ints.index_select(1, rows).unbind(0)
         assert part.positions is not None
@@ -131,11 +139,36 @@ class Sampler:
             any_min_p=bool(part.facts & MIN_P),
         )
 
+    def _greedy_inputs(self, part: SampleSet, mask: torch.Tensor | None) -> SamplingInputs:
+        """Inputs when no row draws at random: the padding row's parameters, which are greedy, seen N times."""
+        assert part.positions is not None
+        count, row = part.positions.shape[0], self._tables.padding_row
+        known = self._greedy.get(count)
+        if known is None:
+            temperature, top_p, min_p = self._tables.floats[:, row : row + 1].expand(3, count).unbind(0)
+            top_k, sample, _ = self._tables.ints[:, row : row + 1].expand(3, count).unbind(0)
+            seed = self._tables.seeds[row : row + 1].expand(count)
+            known = self._greedy[count] = SamplingInputs(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+                position=part.positions,
+                sample=sample,
+                mask=None,
+                all_greedy=True,
+                any_top_k=False,
+                any_top_p=False,
+                any_min_p=False,
+            )
+        return replace(known, position=part.positions, mask=mask)
+
     def _alternatives(self, part: SampleSet) -> int | None:
         """How many alternatives log-probabilities are reported with; None for no report."""
         if not part.facts & LOGPROBS:
             return None
-        k = MAX_LOGPROBS if self._fixed else int(part.wants_logprobs.max())
+        k = MAX_LOGPROBS if self._fixed else int(part.wants_logprobs.max()) if part.wants_logprobs is not None else 0
         return min(k, self._vocabulary)
 
     def _plain(self, part: SampleSet, draws: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
@@ -144,7 +177,9 @@ class Sampler:
         last = self._followed(part, tokens, part.positions)
         rows = part.views["rows"]
         self._tables.last_tokens[rows] = last
-        return RowUpdate(rows=rows, computed=part.lengths, last_tokens=last), torch.cat((tokens, finite))
+        return RowUpdate(rows=rows, computed=part.lengths, last_tokens=last), torch.cat(
+            (tokens, finite.view(torch.int32))
+        )
 
     def _verified(self, part: SampleSet, draws: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
         tables, rows, num_drafts = self._tables, part.views["rows"], part.views["num_drafts"]
@@ -156,7 +191,7 @@ class Sampler:
         last = self._followed(part, token, computed)
         tables.computed[rows] = computed
         tables.last_tokens[rows] = last
-        packed = torch.cat((places.flatten(), accepted, finite))
+        packed = torch.cat((places.flatten(), accepted, finite.view(torch.int32)))
         return RowUpdate(rows=rows, computed=computed, last_tokens=last), packed
 
     def _followed(self, part: SampleSet, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -80,5 +80,6 @@ def staging_capacity(shape: TableShape, config: RunnerConfig) -> int:
 
 def table_bytes(shape: TableShape) -> int:
     """Return the device bytes of ``RowTables`` of that shape."""
-    per_row = 4 + 4 * (shape.max_drafts + 1) + 3 * 4 + 3 * 4 + 8 + sum(shape.widths) * dtype_bytes(shape.slot_dtype)
-    return (shape.num_rows + 1) * per_row
+    index = dtype_bytes(shape.slot_dtype)
+    per_row = 4 + 4 * (shape.max_drafts + 1) + 3 * 4 + 3 * 4 + 8 + sum(shape.widths) * index
+    return (shape.num_rows + 1) * per_row + (4 * (shape.num_rows + 1) + 1) * index

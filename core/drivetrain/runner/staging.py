@@ -91,7 +91,7 @@ class Pack:
         target = slot.device[:total]
         runtime.upload(slot.host[:total], target)
         slot.event = runtime.stream().record()
-        parts = torch.split(target, sizes)
+        parts = torch.split(target, sizes) if len(sizes) > 1 else (target,)
         return {
             name: part if array.ndim == 1 else part.view(array.shape)
             for name, array, part in zip(self.names, self.arrays, parts, strict=True)

@@ -13,7 +13,7 @@ from drivetrain.runner.drafter import RandomDrafter
 from drivetrain.runner.runner import Runner
 from drivetrain.sched.plan import EmbedRun, LateInput, PositionRun, RowStart, StepPlan
 from drivetrain_api.v1 import DrawSpec, SamplingInputs
-from tests.unit.runner.devices import DEVICES, device, host
+from tests.unit.runner.devices import device, host
 from tests.unit.runner.fakes import (
     FakeDecoder,
     Job,
@@ -26,8 +26,8 @@ from tests.unit.runner.fakes import (
 )
 
 VOCABULARY, WINDOW, BLOCKS = 97, 20, 120
-each_device = pytest.mark.parametrize("kind", DEVICES)
-each_depth = pytest.mark.parametrize("depth", [1, 2, 3])
+MATRIX = [("cpu", 1), ("cpu", 2), ("cpu", 3), ("cpu-static", 2), ("mirage", 1), ("mirage", 3), ("mirage-static", 2)]
+each_device_and_depth = pytest.mark.parametrize(("kind", "depth"), MATRIX)
 
 
 def make(backend=None, *, drafter=None, vocabulary=VOCABULARY, **config):
@@ -64,8 +64,7 @@ def run(executor, todo: list[Job], *, depth=1, budget=48, rows=6, **more) -> int
     return drive(executor, sched, depth=depth, **more)
 
 
-@each_depth
-@each_device
+@each_device_and_depth
 def test_mixed_batches_give_the_models_own_tokens(depth: int, kind: str) -> None:
     runner, _ = make(device(kind), depth=depth)
     todo = jobs()
@@ -111,8 +110,7 @@ def expected_draws(job: Job, vocabulary: int = VOCABULARY) -> list[int]:
     return tokens[len(job.prompt) :]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@each_device
+@each_device_and_depth
 def test_a_seeded_request_draws_what_it_draws_alone(depth: int, kind: str) -> None:
     runner, _ = make(device(kind), depth=depth)
     todo = jobs(8)
@@ -126,8 +124,7 @@ def test_a_seeded_request_draws_what_it_draws_alone(depth: int, kind: str) -> No
     assert any(job.out != expected_greedy(job.prompt, job.max_new, VOCABULARY, WINDOW) for job in todo[:6])
 
 
-@each_depth
-@each_device
+@each_device_and_depth
 def test_random_drafts_change_no_token(depth: int, kind: str) -> None:
     vocabulary, k = 3, 3
     runner, _ = make(
@@ -168,8 +165,7 @@ def expected_masked(job: Job) -> list[int]:
     return shadow.out
 
 
-@each_depth
-@each_device
+@each_device_and_depth
 def test_masks_that_arrive_late_bind_only_their_rows(depth: int, kind: str) -> None:
     runner, _ = make(device(kind), depth=depth)
     todo = jobs(8)
