@@ -7,8 +7,6 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from drivetrain.config import EngineConfig
 from drivetrain.dist.executors import InlineExecutor
 from drivetrain.errors import ConfigError
@@ -23,15 +21,11 @@ from drivetrain.runner.memory import MemoryPlan, MemoryRequest, compare, plan_me
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig
 from drivetrain.runner.warmup import warm_up
-from drivetrain_api.v1 import CacheHandle, DeviceRuntime, dtype_bytes
+from drivetrain_api.v1 import dtype_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from drivetrain.models.decoder import Decoder
     from drivetrain.models.weights.checkpoint import Checkpoint
-
-ZEROED_AT_ONCE = 1024
 
 
 def runner_sizes(config: EngineConfig, described: Described, max_model_len: int, max_drafts: int) -> RunnerConfig:
@@ -91,16 +85,6 @@ def checkpoint_of(config: EngineConfig, described: Described) -> Checkpoint:
     return described.source.open_checkpoint()
 
 
-def touch(runtime: DeviceRuntime, caches: Sequence[CacheHandle | None]) -> None:
-    """Write to every block once, so that the memory is really there before the first request."""
-    for cache in caches:
-        if cache is not None:
-            for first in range(0, cache.num_blocks, ZEROED_AT_ONCE):
-                last = min(cache.num_blocks, first + ZEROED_AT_ONCE)
-                cache.zero_blocks(runtime.from_host(np.arange(first, last, dtype=cache.layout.slot_dtype)))
-    runtime.synchronize()
-
-
 def start(config: EngineConfig, described: Described, parts: Parts, *, measure: bool = False) -> Opened:
     """Do all that comes before the first request.
 
@@ -117,7 +101,6 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
         checkpoint.close()
     backend.device.trim()
     caches = allocate_caches(backend, decoder, memory.cache)
-    touch(backend.device, caches)
     sizes = runner_sizes(config, described, memory.max_model_len, parts.max_drafts)
     runner = Runner(backend, decoder, caches, sizes, described.ops, parts.drafter)
     warm = time.perf_counter()
