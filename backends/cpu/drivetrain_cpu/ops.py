@@ -77,11 +77,11 @@ def _attention(own: Providers, spec: Any) -> Provided | Decline:
 
 
 def _rms(own: Providers, spec: Any) -> Provided | Decline:
-    return Provided(implementation=RmsNorm(spec), label="native: torch rms_norm", traits=INVARIANT)
+    return Provided(implementation=RmsNorm(spec), label="native: norm by length", traits=INVARIANT)
 
 
 def _add_rms(own: Providers, spec: Any) -> Provided | Decline:
-    return Provided(implementation=make_add_rms(spec), label="native: torch rms_norm", traits=INVARIANT)
+    return Provided(implementation=make_add_rms(spec), label="native: norm by length", traits=INVARIANT)
 
 
 def _gated(own: Providers, spec: Any) -> Provided | Decline:

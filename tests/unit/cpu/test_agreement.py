@@ -341,3 +341,17 @@ def test_a_row_that_is_not_finite_draws_what_shows_it_and_disturbs_no_other(bad,
     alone = native(spec)(logits, inputs, 0)
     logits[0, 7] = bad
     assert native(spec)(logits, inputs, 0).tolist() == [7, int(alone[1])]
+
+
+def test_logits_are_not_rounded_where_sums_are_float32():
+    if CHECKS["half"]("bfloat16"):
+        pytest.skip(CHECKS["half"]("bfloat16"))
+    for role, dtype in (("lm_head", torch.float32), ("other", torch.bfloat16)):
+        spec = LinearSpec(dtype="bfloat16", in_features=64, out_features=40, role=role)
+        linear = native(spec)
+        source = Source("bfloat16", 6)
+        weight, x = source.normal(40, 64), source.normal(3, 64)
+        got = linear.apply(x, linear.pack(weight, None))
+        assert got.dtype == dtype
+        error = (got.to(torch.float64) - x.to(torch.float64) @ weight.to(torch.float64).T).abs().max()
+        assert bool(error < 1e-4) is (role == "lm_head")

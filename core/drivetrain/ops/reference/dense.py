@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from drivetrain.errors import DeviceError
 from drivetrain.ops.cases.dense import embedding_cases, linear_cases
-from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost
+from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost, wide
 from drivetrain_api.v1 import BatchFacts, EmbeddingSpec, LinearSpec, Packed, dtype_bytes
 
 TILE_ROWS = 16
@@ -78,7 +78,7 @@ def make_embedding(spec: EmbeddingSpec) -> Callable[[torch.Tensor, torch.Tensor]
 
     def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = functional.embedding(ids, weight)
-        return rows if spec.scale == 1.0 else rows.float() * spec.scale
+        return rows if spec.scale == 1.0 else wide(rows) * spec.scale
 
     return embedding
 
