@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from drivetrain.errors import ConfigError
 
 MAX_PADDING = 0.03
+LITTLE_PADDING = 0.005
+FEWEST_SLABS = 64
+MAX_SIZES = 3
+MAX_OPTIONS = 8
 MAX_MULTIPLE = 64
 MANY_SLABS = 1024
 MAX_SLAB_BLOCKS = 16
@@ -108,18 +114,15 @@ def smallest_budget(needs: Sequence[GroupNeed], plan: CachePlan, max_tokens: int
 
 
 def _shared(needs: Sequence[GroupNeed], budget: int) -> CachePlan:
-    largest = max(need.block_bytes for need in needs)
-    align = max(need.alignment for need in needs)
     best: tuple[float, int, list[int]] | None = None
-    for multiple in range(1, MAX_MULTIPLE + 1):
-        slab = -(-multiple * largest // align) * align
+    for slab in _slab_sizes(needs, budget):
         counts = [_most_blocks(slab, need) for need in needs]
         padding = max(1 - n * need.block_bytes / slab for n, need in zip(counts, needs, strict=True))
         if best is None or padding < best[0] - 1e-9:
             best = (padding, slab, counts)
-        if padding == 0.0:
+        if padding <= LITTLE_PADDING:
             break
-    assert best is not None
+    assert best is not None, "there is at least one size"
     padding, slab, counts = best
     larger = max(1, min(budget // slab // MANY_SLABS, MAX_SLAB_BLOCKS // min(counts)))  # fewer slabs cost less to keep
     slab, counts = slab * larger, [n * larger for n in counts]
@@ -128,20 +131,42 @@ def _shared(needs: Sequence[GroupNeed], budget: int) -> CachePlan:
     return CachePlan(shared=True, num_slabs=num_slabs, slab_bytes=slab, groups=groups, padding=padding)
 
 
+def _slab_sizes(needs: Sequence[GroupNeed], budget: int) -> Iterator[int]:
+    """Yield sizes that hold 1, 2, .. of the largest block, and that about as many of the others as fit divide exactly;
+    small ones first, since a sequence leaves one slab a group partly empty."""
+    largest = max(need.block_bytes for need in needs)
+    align = max(need.alignment for need in needs)
+    sizes = sorted({need.block_bytes for need in needs} - {largest})[:MAX_SIZES]
+    for multiple in range(1, MAX_MULTIPLE + 1):
+        least = multiple * largest
+        if multiple > 1 and least > budget // FEWEST_SLABS:
+            return
+        yield -(-least // (multiple * align)) * multiple * align
+        most = [least // size for size in sizes]
+        options = [range(n, max(0, n - 1 - int(n * MAX_PADDING)), -1)[:MAX_OPTIONS] for n in most]
+        for counts in itertools.product(*options):
+            step = math.lcm(multiple, *counts) * align
+            slab = -(-least // step) * step
+            if slab <= least * (1 + MAX_PADDING):
+                yield slab
+
+
 def _most_blocks(slab: int, need: GroupNeed) -> int:
     """Return the most blocks whose equal, aligned strides fill the slab exactly."""
-    for count in range(slab // need.block_bytes, 0, -1):
-        if slab % count == 0 and (slab // count) % need.alignment == 0:
-            return count
-    raise AssertionError(f"a slab of {slab} bytes holds no block of {need.block_bytes}")
+    units, most = slab // need.alignment, slab // need.block_bytes
+    divisors = (d for i in range(1, math.isqrt(units) + 1) if units % i == 0 for d in (i, units // i))
+    return max(d for d in divisors if d <= most)
 
 
 def _partitioned(needs: Sequence[GroupNeed], budget: int, max_tokens: int, chunk: int) -> CachePlan:
-    weights = [need.blocks_for(max_tokens, min(chunk, max_tokens)) * need.block_bytes for need in needs]
+    """Give each group what one sequence needs, and the rest in the same proportions."""
+    least = [need.blocks_for(max_tokens, min(chunk, max_tokens)) for need in needs]
+    weights = [count * need.block_bytes for need, count in zip(needs, least, strict=True)]
+    rest = max(0, budget - sum(weights) - sum(need.block_bytes for need in needs))
     groups = []
-    for need, weight in zip(needs, weights, strict=True):
-        count = budget * weight // sum(weights) // need.block_bytes
-        groups.append(_group(need, need.block_bytes, 1, count))
+    for need, count, weight in zip(needs, least, weights, strict=True):
+        blocks = 1 + count + rest * weight // sum(weights) // need.block_bytes
+        groups.append(_group(need, need.block_bytes, 1, blocks))
     return CachePlan(shared=False, num_slabs=0, slab_bytes=0, groups=tuple(groups), padding=0.0)
 
 

@@ -166,6 +166,7 @@ def poll_connector(state: SchedulerState) -> None:
         row = request.row
         state.table.arrived(row, valid)
         state.cache.slide(np.array([row]), np.array([valid]))
+        state.publish_confirmed(row)  # before any plan, which might fail without harm to them
         state.cache.tell(row)
         announce(state, request, valid)
     for request_id in events.released:

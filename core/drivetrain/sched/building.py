@@ -72,13 +72,15 @@ def prefill_part(state: SchedulerState, budget: int, admits: bool) -> Prompts:
         return prompts
     _refresh_hints(state, waiting)
     candidates = [_candidate(state, request) for request in requests]
-    served: set[int] = set()
+    tried, served = set[int](), set[int]()
     for share in state.policy(candidates, budget, state.next_plan):
         left = budget - prompts.num_tokens
         if left < 1:
             break
-        request = requests[share.index]
-        if share.index not in served and serve(state, request, share, left, prompts):
+        if share.index in tried:  # a policy may name a request twice
+            continue
+        tried.add(share.index)
+        if serve(state, requests[share.index], share, left, prompts):
             served.add(share.index)
     for at, request in enumerate(requests):
         request.skipped = 0 if at in served else request.skipped + 1

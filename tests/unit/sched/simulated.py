@@ -200,24 +200,25 @@ class SimulatedRunner:
 
     def _token(self, row: int, position: int, token: int, state: dict, failing: bool) -> bytes:
         """Write one token's slot in every paged group, then read all that its query may see."""
-        prefix = b""
+        prefix, poisoned = b"", failing
         for number, group in enumerate(self.groups):
             if group.kind == "recurrent":
                 continue
             size = group.block_tokens
             first = 0 if group.window is None else max(0, position - group.window + 1)
+            where = f"group {number}, row {row}, token {position}"
             for p in range(first, position):
-                self._read(number, row, p, state, f"group {number}, row {row}, token {position} reads {p}")
+                poisoned |= self._read(number, row, p, state, f"{where} reads {p}") == POISON
             parent = state["prefix"].get(position - 1, b"") if position else b""
             assert parent or not position, f"row {row}: token {position} has nothing before it"
-            prefix = POISON if failing else digest(parent, token)
+            prefix = POISON if poisoned else digest(parent, token)
             block = self.tables[number].get((row, position // size), 0)
             assert block, f"group {number}: no block to write position {position}"
             self.slots[number][block, position % size] = prefix
         state["prefix"][position] = prefix
         return prefix
 
-    def _read(self, number: int, row: int, p: int, state: dict, where: str) -> None:
+    def _read(self, number: int, row: int, p: int, state: dict, where: str) -> bytes:
         size = self.groups[number].block_tokens
         block = self.tables[number].get((row, p // size), 0)
         assert block, f"{where}: no block"
@@ -228,6 +229,7 @@ class SimulatedRunner:
             assert recent, f"{where}: written by a step that failed long ago"
         assert want is None or found == want or POISON in (found, want), f"{where}: another prefix"
         state["prefix"][p] = POISON if POISON in (found, want) else found
+        return state["prefix"][p]
 
     def _states(self, plan: StepPlan, index: int, row: int, begin: int, ids: list[int], failing: bool) -> None:
         for number, group in enumerate(self.groups):

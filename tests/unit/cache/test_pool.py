@@ -1,0 +1,145 @@
+"""Blocks are in one state at a time, slabs move between groups, the oldest is evicted first."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from drivetrain.cache.pool import Pool
+from drivetrain.cache.sizing import CachePlan, GroupPlan
+
+
+def pool(num_slabs: int = 5, per_slab: tuple[int, ...] = (4, 1), shared: bool = True) -> Pool:
+    groups = tuple(
+        GroupPlan(
+            kind="full",
+            block_tokens=4,
+            block_bytes=64,
+            stride=64,
+            blocks_per_slab=n,
+            num_blocks=num_slabs * n,
+            layer_offsets=(0,),
+        )
+        for n in per_slab
+    )
+    return Pool(
+        CachePlan(shared=shared, num_slabs=num_slabs if shared else 0, slab_bytes=256, groups=groups, padding=0)
+    )
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    one = pool()
+    taken = one.take_many(0, 99)
+    assert sorted(taken) == list(range(4, 20)) and one.take(0) == 0 and one.take(1) == 0
+    apart = pool(shared=False)
+    assert sorted(apart.take_many(0, 99)) == list(range(1, 20)) and apart.take_many(1, 99) == [1, 2, 3, 4]
+
+
+def test_a_slab_goes_back_when_its_last_block_is_free() -> None:
+    one = pool()
+    taken = one.take_many(0, 16)
+    assert one.available(1) == 0
+    one.drop_many(0, taken[:4])
+    assert one.available(1) == 1 and one.take(1)
+    one.check_integrity()
+
+
+def test_free_blocks_come_before_cached_ones_and_the_oldest_is_evicted_first() -> None:
+    one = pool(per_slab=(4,), num_slabs=3)
+    first, second, third = one.take_many(0, 3)
+    for block, name in ((first, b"a"), (second, b"b")):
+        one.name(0, block, name)
+    one.drop(0, second)
+    one.drop(0, first)
+    one.drop(0, third)
+    assert one.available(0) == 8
+    assert not {first, second} & set(one.take_many(0, 6))
+    assert one.take(0) == second and b"b" not in one.groups[0].index
+    one.hold(0, first)
+    assert one.take(0) == 0
+    one.check_integrity()
+
+
+def test_what_another_group_let_go_of_longer_ago_is_evicted_before_ones_own() -> None:
+    one = pool(num_slabs=3, per_slab=(2, 2))
+    theirs, mine = one.take_many(0, 2), one.take_many(1, 2)
+    for number, blocks in ((0, theirs), (1, mine)):
+        for block in blocks:
+            one.name(number, block, b"%d-%d" % (number, block))
+    one.drop_many(0, theirs)
+    one.drop_many(1, mine)
+    assert len(one.take_many(1, 2)) == 2
+    assert not one.groups[0].index and len(one.groups[1].index) == 2
+    one.check_integrity()
+
+
+def test_a_name_belongs_to_the_first_block_that_took_it() -> None:
+    one = pool()
+    first, second = one.take_many(0, 2)
+    assert one.name(0, first, b"n") and not one.name(0, second, b"n") and not one.name(0, first, b"m")
+    one.drop_many(0, [first, second])
+    assert list(one.groups[0].cached) == [first]
+    one.unname(0, first)
+    one.unname(0, first)
+    assert one.available(0) == 16 and len(one.free_slabs) == 4
+    one.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: p.groups[0].refs.__setitem__(9, 3),
+        lambda p: p.groups[0].open.pop(next(iter(p.groups[0].open))),
+        lambda p: p.groups[0].index.clear(),
+        lambda p: p.free_slabs.pop(),
+        lambda p: p.idle.clear(),
+        lambda p: p.groups[0].cached.clear(),
+        lambda p: p.owner.__setitem__(4, 1),
+    ],
+)
+def test_integrity_catches_planted_damage(damage) -> None:
+    one = pool()
+    blocks = one.take_many(0, 6)
+    one.name(0, blocks[4], b"x")
+    one.drop_many(0, blocks[4:])
+    one.check_integrity()
+    damage(one)
+    with pytest.raises(AssertionError):
+        one.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from("tdhnuc"), st.integers(0, 2), st.integers(0, 9)), max_size=120),
+    shared=st.booleans(),
+)
+def test_random_operations_keep_the_books(steps: list[tuple[str, int, int]], shared: bool) -> None:
+    one = pool(num_slabs=6, per_slab=(4, 1, 3), shared=shared)
+    held: list[list[int]] = [[], [], []]
+    for kind, group, number in steps:
+        mine = held[group]
+        if kind == "t":
+            available = one.available(group)
+            got = one.take_many(group, number)
+            assert len(got) == min(number, available) and not set(got) & set(mine)
+            mine += got
+        elif kind == "d" and mine:
+            one.drop(group, mine.pop(number % len(mine)))
+        elif kind == "h" and one.groups[group].index:
+            block = sorted(one.groups[group].index.values())[number % len(one.groups[group].index)]
+            one.hold(group, block)
+            mine.append(block)
+        elif kind == "n" and mine:
+            one.name(group, mine[number % len(mine)], b"%d" % number)
+        elif kind == "u" and mine:
+            one.unname(group, mine[number % len(mine)])
+        elif kind == "c" and number == 0:
+            one.clear_index()
+        one.check_integrity()
+    for group, mine in enumerate(held):
+        one.drop_many(group, mine)
+    one.clear_index()
+    one.check_integrity()
+    assert all(blocks.num_held == 0 for blocks in one.groups)
+    assert not shared or len(one.free_slabs) == 5
