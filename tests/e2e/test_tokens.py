@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.params import SamplingParams
 from tests.checkpoints import hf_greedy, hf_logits, random_ids, tiny_checkpoint
 from tests.e2e.harness import Served
-from drivetrain.params import SamplingParams
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 WAYS = {
