@@ -5,6 +5,8 @@
 Steady decode: ``schedule`` and ``commit`` of one step, prefix cache on, hash units of 32 tokens, blocks of 16, a full
 and a sliding-window group in one shared pool, two plans in flight, random tokens. Prompt lengths differ, so that rows
 open blocks and finish hash units on different steps; ``aligned`` is the worst case in which all rows do so at once.
+``full cache``: staggered, and every block that is opened evicts the oldest cached one. Blocks are opened, windows slid
+and units named in rounds of a few steps, so that a median alone would flatter: median and mean must meet the target.
 Lookup: hashing a 4,096-token prompt and finding all of it in the cache.
 """
 
@@ -19,7 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +34,12 @@ from drivetrain.sched.plan import StepPlan, StepResult
 from drivetrain.sched.scheduler import Scheduler, SchedulerConfig
 
 ROWS = (1, 256, 1024, 2048)
+CASES = ("staggered", "aligned", "full cache")
 TARGET_MS = {256: 0.2, 2048: 1.0}
 LOOKUP_TARGET_MS = 0.3
 BLOCK_TOKENS = 16
 MAX_TOKENS = 8192
+FIRST_TOKENS = 520, 776
 WINDOW = 512
 RESULTS = Path(__file__).parent / "results" / "host_cost.json"
 
@@ -45,7 +49,7 @@ class StepCost:
     """Milliseconds of host time a step: schedule + commit."""
 
     rows: int
-    prompts: str
+    case: str
     steps: int
     median_ms: float
     mean_ms: float
@@ -54,14 +58,14 @@ class StepCost:
     commit_median_ms: float
 
 
-def make_scheduler(rows: int) -> tuple[Scheduler, CacheManager]:
-    """Return a scheduler with room for that many rows of MAX_TOKENS tokens at least once over."""
+def make_scheduler(rows: int, tokens_a_row: int = 4096) -> tuple[Scheduler, CacheManager]:
+    """Return a scheduler with room for that many rows of ``tokens_a_row`` tokens."""
     layer = 2 * 256 * 2 * BLOCK_TOKENS
     needs = [
         GroupNeed(kind="full", layer_bytes=layer, num_layers=3, block_tokens=BLOCK_TOKENS),
         GroupNeed(kind="window", layer_bytes=layer, num_layers=15, block_tokens=BLOCK_TOKENS, window=WINDOW),
     ]
-    budget = (rows + 4) * 1024 // BLOCK_TOKENS * layer * 18 * 2 + (1 << 30)
+    budget = (rows + 4) * tokens_a_row // BLOCK_TOKENS * layer * 18
     plan = plan_cache(needs, budget, shared=True, max_tokens=MAX_TOKENS, chunk=8192)
     manager = CacheManager(plan, max_rows=rows, max_tokens=MAX_TOKENS, unit=DEFAULT_UNIT)
     config = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=8192, max_model_len=MAX_TOKENS)
@@ -109,12 +113,24 @@ class Machine:
         return scheduled, time.perf_counter() - begin
 
 
-def measure_steps(rows: int, steps: int, *, aligned: bool) -> StepCost:
+def fill_cache(scheduler: Scheduler, manager: CacheManager, random: np.random.Generator) -> None:
+    """Run prompts that nobody will ask for again until every block is held or cached."""
+    machine, number = Machine(scheduler, depth=1), 1 << 40
+    while all(manager.pool.groups[group.number].num_free or manager.pool.free_slabs for group in manager.paged):
+        scheduler.add(replace(ask(number, random.integers(3, 50_000, 4096, dtype=np.int32)), max_tokens=1))
+        number += 1
+        while scheduler.has_work():
+            machine.step()
+
+
+def measure_steps(rows: int, steps: int, case: str) -> StepCost:
     """Fill all rows, let them decode, and time that many steps."""
-    scheduler, _ = make_scheduler(rows)
+    scheduler, manager = make_scheduler(rows, 2048 if case == "full cache" else 4096)
     random = np.random.default_rng(1)
+    if case == "full cache":
+        fill_cache(scheduler, manager, random)
     for number in range(rows):
-        length = 544 if aligned else int(random.integers(520, 776))
+        length = FIRST_TOKENS[0] if case == "aligned" else int(random.integers(*FIRST_TOKENS))
         scheduler.add(ask(number, random.integers(3, 50_000, length, dtype=np.int32)))
     machine = Machine(scheduler)
     while scheduler.stats().waiting or scheduler._state.prefilling:
@@ -129,7 +145,7 @@ def measure_steps(rows: int, steps: int, *, aligned: bool) -> StepCost:
     assert len(scheduler._state.decoding) == rows, "every row decodes throughout"
     return StepCost(
         rows=rows,
-        prompts="aligned" if aligned else "staggered",
+        case=case,
         steps=steps,
         median_ms=round(float(np.median(whole)), 4),
         mean_ms=round(float(whole.mean()), 4),
@@ -189,13 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     missed = []
-    costs = [measure_steps(rows, options.steps, aligned=aligned) for rows in ROWS for aligned in (False, True)]
+    costs = [measure_steps(rows, options.steps, case) for rows in ROWS for case in CASES]
     for cost in costs:
         target = TARGET_MS.get(cost.rows)
-        over = target is not None and cost.median_ms > target
-        missed += [f"{cost.rows} rows {cost.prompts}"] if over else []
+        over = target is not None and max(cost.median_ms, cost.mean_ms) > target
+        missed += [f"{cost.rows} rows, {cost.case}"] if over else []
         print(
-            f"{cost.rows:5d} rows {cost.prompts:9s}  median {cost.median_ms:7.3f} ms  mean {cost.mean_ms:7.3f}"
+            f"{cost.rows:5d} rows {cost.case:10s}  median {cost.median_ms:7.3f} ms  mean {cost.mean_ms:7.3f}"
             f"  p99 {cost.p99_ms:7.3f}  (schedule {cost.schedule_median_ms:.3f}, commit {cost.commit_median_ms:.3f})"
             + (f"  target {target}{' MISSED' if over else ''}" if target else "")
         )

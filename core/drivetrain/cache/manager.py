@@ -43,7 +43,13 @@ class CacheManager:
         self.granule = max([unit, *(group.granule for group in self.groups)])
         widths = [1 if g.plan.kind == "recurrent" else -(-max_tokens // g.plan.block_tokens) for g in self.groups]
         self.tables = [np.zeros((max_rows, width), np.int32) for width in widths]
-        self.ends = np.zeros((len(self.groups), max_rows), np.int32)  # table indices in use
+        sizes = sorted({group.plan.block_tokens for group in self.paged})
+        self._by_size = tuple(tuple(g for g in self.paged if g.plan.block_tokens == size) for size in sizes)
+        # table indices in use; groups of equal blocks always use as many, so that they share one array
+        self.ends = [np.zeros(max_rows, np.int32) for _ in self.groups]
+        for equals in self._by_size:
+            for group in equals:
+                self.ends[group.number] = self.ends[equals[0].number]
         self.firsts = np.zeros((len(self.groups), max_rows), np.int32)  # first table index still held
         self.horizon = np.zeros(max_rows, np.int32)
         self._parts: list[np.ndarray] = []
@@ -83,7 +89,7 @@ class CacheManager:
             number, count = paged.number, length // paged.plan.block_tokens
             self._record(number, row, [i for i, _ in found[number]], [block for _, block in found[number]])
             self.firsts[number, row] = found[number][0][0] if found[number] else count
-            self.ends[number, row] = count
+            self.ends[number][row] = count
         self._see_horizon(np.array([row]))
         return shared
 
@@ -94,14 +100,18 @@ class CacheManager:
         else:
             self._zeroed.append((group.number, working))
         self._record(group.number, row, [0], [working])
-        self.firsts[group.number, row], self.ends[group.number, row] = 0, 1
+        self.firsts[group.number, row], self.ends[group.number][row] = 0, 1
+
+    def plenty(self, num: int) -> bool:
+        """Return whether every group could have so many blocks and more."""
+        return all(self.pool.available(group.number) > num for group in self.paged)
 
     def extend(self, row: int, upto: int) -> bool:
         """Allocate so that the row holds ``upto`` tokens in every group: all of it, or nothing and False."""
         got: list[tuple[int, list[int]]] = []
         for group in self.paged:
             number = group.number
-            lacking = -(-upto // group.plan.block_tokens) - int(self.ends[number, row])
+            lacking = -(-upto // group.plan.block_tokens) - int(self.ends[number][row])
             blocks = self.pool.take_many(number, lacking) if 0 < lacking <= self.pool.available(number) else []
             got.append((number, blocks))
             if len(blocks) < lacking:
@@ -110,42 +120,55 @@ class CacheManager:
                 return False
         for number, blocks in got:
             if blocks:
-                begin = int(self.ends[number, row])
+                begin = int(self.ends[number][row])
                 self._record(number, row, range(begin, begin + len(blocks)), blocks)
-                self.ends[number, row] = begin + len(blocks)
+        for number, _ in got:
+            self.ends[number][row] = max(int(self.ends[number][row]), -(-upto // self.plan.groups[number].block_tokens))
         self._see_horizon(np.array([row]))
         return True
 
     def extend_rows(self, rows: np.ndarray, upto: np.ndarray) -> int | None:
         """Let rows hold ``upto`` tokens each, a block after the other. Returns the first row that lacks a block, None
         when all have theirs; what was allocated before it stays allocated."""
-        lacks: int | None = None
-        for group in self.paged:
-            ends, size = self.ends[group.number], group.plan.block_tokens
+        for groups in self._by_size:
+            ends, size = self.ends[groups[0].number], groups[0].plan.block_tokens
             left = (upto + (size - 1)) // size - ends[rows]
             chosen = (left > 0).nonzero()[0]
-            while len(chosen) and lacks is None:
+            while len(chosen):
                 short = rows[chosen]
-                blocks = self.pool.take_many(group.number, len(short))
-                if len(blocks) < len(short):
-                    lacks = int(short[len(blocks)])
-                    short = short[: len(blocks)]
-                indices = ends[short]
-                self._record_many(group.number, short, indices, blocks)
-                ends[short] = indices + 1
+                taken = [self.pool.take_many(group.number, len(short)) for group in groups]
+                got = min(len(blocks) for blocks in taken)
+                self._record_blocks(groups, short[:got], taken)
+                if got < len(short):
+                    for group, blocks in zip(groups, taken, strict=True):
+                        self.pool.drop_many(group.number, blocks[got:])
+                    self._see_horizon(rows)
+                    return int(short[got])
                 left -= 1
                 chosen = (left > 0).nonzero()[0]
         self._see_horizon(rows)
-        return lacks
+        return None
+
+    def _record_blocks(self, groups: Sequence[Group], rows: np.ndarray, taken: Sequence[Sequence[int]]) -> None:
+        """Each row gets one more block in each of these groups, which have blocks of one size."""
+        ends, num = self.ends[groups[0].number], len(rows)
+        indices = ends[rows]
+        part = np.empty((len(groups), num, 4), np.int32)
+        part[:, :, 0], part[:, :, 2] = rows, indices
+        for place, (group, blocks) in enumerate(zip(groups, taken, strict=True)):
+            part[place, :, 1], part[place, :, 3] = group.number, blocks[:num]
+            self.tables[group.number][rows, indices] = part[place, :, 3]
+        ends[rows] = indices + 1
+        self._parts.append(part.reshape(-1, 4))
 
     def _see_horizon(self, rows: np.ndarray) -> None:
         """Bring ``horizon`` up to date for rows whose blocks changed."""
         if not self.paged:
             self.horizon[rows] = self.max_tokens
             return
-        horizon = self.ends[self.paged[0].number][rows] * self.paged[0].plan.block_tokens
-        for group in self.paged[1:]:
-            horizon = np.minimum(horizon, self.ends[group.number][rows] * group.plan.block_tokens)
+        horizon = self.ends[self._by_size[0][0].number][rows] * self._by_size[0][0].plan.block_tokens
+        for groups in self._by_size[1:]:
+            horizon = np.minimum(horizon, self.ends[groups[0].number][rows] * groups[0].plan.block_tokens)
         self.horizon[rows] = horizon
 
     def _record_many(self, number: int, rows: np.ndarray, indices: np.ndarray, blocks: Sequence[int]) -> None:
@@ -194,18 +217,17 @@ class CacheManager:
 
     def publish_units(self, rows: np.ndarray, units: np.ndarray, digests: Sequence[bytes]) -> None:
         """Name the blocks that one unit of each row, with that digest, completes (``publish`` over many rows)."""
-        for group in self.paged:
-            blocks = self.pool.groups[group.number]
-            names, index, suffixes = blocks.names, blocks.index, group.suffixes
-            chosen, places = group.completed(units)
+        for groups in self._by_size:
+            chosen, places = groups[0].completed(units)
             which, ends = (rows, digests) if chosen is None else (rows[chosen], [digests[i] for i in chosen.tolist()])
-            held = self.tables[group.number][which[:, None], places].tolist()
-            for digest, row in zip(ends, held, strict=True):
-                for suffix, block in zip(suffixes, row, strict=True):
-                    if block and names[block] is None:
-                        name = digest + suffix
-                        if index.setdefault(name, block) == block:
-                            names[block] = name
+            keys = [digest + suffix for digest in ends for suffix in groups[0].suffixes]
+            for group in groups:
+                blocks = self.pool.groups[group.number]
+                names, index = blocks.names, blocks.index
+                held = self.tables[group.number][which[:, None], places].ravel().tolist()
+                for key, block in zip(keys, held, strict=True):
+                    if block and names[block] is None and index.setdefault(key, block) == block:
+                        names[block] = key
 
     def withdraw(self, digests: Sequence[bytes]) -> None:
         """Forget all names that come from these digests, whichever blocks have them."""
@@ -238,11 +260,13 @@ class CacheManager:
             self._zeroed = [one for one in self._zeroed if one != (group.number, working)]
             self._copies = [c for c in self._copies if (c.group, c.target) != (group.number, working)]
         for number, table in enumerate(self.tables):
-            first, end = int(self.firsts[number, row]), int(self.ends[number, row])
+            first, end = int(self.firsts[number, row]), int(self.ends[number][row])
             # last blocks first: a chain is evicted from its end, so that what is left of it can still be found
             self.pool.drop_many(number, table[row, first:end][::-1].tolist())
             table[row, :end] = 0
-            self.ends[number, row] = self.firsts[number, row] = 0
+        for ends in self.ends:
+            ends[row] = 0
+        self.firsts[:, row] = 0
         self.horizon[row] = 0
         self.hold_back(row)
 
@@ -255,7 +279,7 @@ class CacheManager:
         """Tell the runner of all the row's blocks with the next plan."""
         self.hold_back(row)
         for number, table in enumerate(self.tables):
-            first, end = int(self.firsts[number, row]), int(self.ends[number, row])
+            first, end = int(self.firsts[number, row]), int(self.ends[number][row])
             self._record(number, row, range(first, end), table[row, first:end].tolist())
 
     def held(self, row: int) -> list[Held]:
@@ -267,7 +291,7 @@ class CacheManager:
         found = []
         for number, table in enumerate(self.tables):
             size = self.plan.groups[number].block_tokens if self.groups[number] in self.paged else 1
-            first, end = max(int(self.firsts[number, row]), begin // size), int(self.ends[number, row])
+            first, end = max(int(self.firsts[number, row]), begin // size), int(self.ends[number][row])
             found += [(number, i, block) for i, block in enumerate(table[row, first:end].tolist(), first)]
         return found
 
@@ -307,7 +331,7 @@ class CacheManager:
             counted: dict[int, int] = {}
             size = self.plan.groups[number].block_tokens
             for row in range(len(table)):
-                first, end = int(self.firsts[number, row]), int(self.ends[number, row])
+                first, end = int(self.firsts[number, row]), int(self.ends[number][row])
                 where = f"group {number} row {row}"
                 assert first <= end, f"{where}: first {first} beyond end {end}"
                 assert not table[row, :first].any() and not table[row, end:].any(), f"{where}: stray blocks"

@@ -7,6 +7,7 @@ slabs, a slab whose blocks are all free goes back to all groups; what is evicted
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from drivetrain.cache.sizing import CachePlan
@@ -15,7 +16,8 @@ NO_OWNER = -1
 
 
 class GroupBlocks:
-    """One group's blocks. ``open``: slab -> its free blocks; ``cached``: block -> when it was let go, oldest first;
+    """One group's blocks. Queues are ordered dicts: a plain one is slow to find its first key once many are gone.
+    ``open``: slab -> its free blocks; ``cached``: block -> when it was let go, oldest first;
     ``num_idle``: slabs of this group that have no held block."""
 
     __slots__ = (
@@ -28,8 +30,8 @@ class GroupBlocks:
         self.refs = [0] * num_blocks
         self.names: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, int] = {}
-        self.cached: dict[int, int] = {}
-        self.open: dict[int, list[int]] = {}
+        self.cached: OrderedDict[int, int] = OrderedDict()
+        self.open: OrderedDict[int, list[int]] = OrderedDict()
         self.num_free = 0
         self.num_held = 0
         self.num_idle = 0
@@ -45,13 +47,15 @@ class Pool:
         self.owner = [NO_OWNER] * plan.num_slabs
         self.held_in = [0] * plan.num_slabs
         self.free_slabs = list(range(plan.num_slabs - 1, 0, -1)) if plan.shared else []
-        self.idle: dict[int, int] = {}  # slab with an owner and no held block -> when it became idle, oldest first
+        self.idle: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # slab with an owner and no held block -> when it became idle, oldest first
         self._clock = 0
         if not plan.shared:
             for group in self.groups:
                 group.per_slab = max(1, group.num_blocks)
                 if group.num_blocks > 1:
-                    group.open = {0: list(range(group.num_blocks - 1, 0, -1))}
+                    group.open[0] = list(range(group.num_blocks - 1, 0, -1))
                     group.num_free = group.num_blocks - 1
 
     def available(self, group: int) -> int:
@@ -158,8 +162,9 @@ class Pool:
         refs, names, cached, per_slab = blocks.refs, blocks.names, blocks.cached, blocks.per_slab
         self._clock += 1
         for block in dropped:
-            refs[block] -= 1
-            if refs[block]:
+            left = refs[block] - 1
+            refs[block] = left
+            if left:
                 continue
             blocks.num_held -= 1
             slab = block // per_slab
@@ -213,9 +218,8 @@ class Pool:
             self._release(slab, blocks)
 
     def _release(self, slab: int, blocks: GroupBlocks) -> None:
-        """Give a slab of free blocks back to all groups."""
-        del blocks.open[slab]
-        blocks.num_free -= blocks.per_slab
+        """Give a slab, none of whose blocks is held or named, back to all groups."""
+        blocks.num_free -= len(blocks.open.pop(slab, ()))
         self._busy(slab, blocks)
         self.owner[slab] = NO_OWNER
         self.free_slabs.append(slab)
@@ -231,12 +235,15 @@ class Pool:
         blocks.num_idle += 1
 
     def _empty(self, slab: int) -> None:
-        """Evict every cached block of an idle slab; the last one releases it."""
-        group = self.owner[slab]
-        per_slab = self.groups[group].per_slab
-        for block in range(slab * per_slab, (slab + 1) * per_slab):
-            if self.owner[slab] == group:
-                self.unname(group, block)
+        """Evict every cached block of an idle slab, and release it."""
+        blocks = self.groups[self.owner[slab]]
+        names, index, cached = blocks.names, blocks.index, blocks.cached
+        for block in range(slab * blocks.per_slab, (slab + 1) * blocks.per_slab):
+            name = names[block]
+            if name is not None:
+                del index[name], cached[block]
+                names[block] = None
+        self._release(slab, blocks)
 
     def check_integrity(self) -> None:
         """AssertionError naming the first block or slab whose books do not agree."""

@@ -10,8 +10,9 @@ from drivetrain.params import Finished, StepOutputs, TokenLogprobs
 from drivetrain.sched.failing import drop_lost, fail_step
 from drivetrain.sched.plan import EMPTY, StepPlan, StepResult
 from drivetrain.sched.request import Request, stop_ids
-from drivetrain.sched.state import SchedulerState
+from drivetrain.sched.state import SchedulerState, period
 
+PUBLISH_EVERY = 8  # steps at most
 UNITS_AT_LEAST = 8
 NO_IDS = np.zeros(0, np.int64)
 
@@ -54,7 +55,7 @@ def commit_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> 
     reports = _reports(state, result, rows, index, drawn) if result.logprobs is not None else ()
     refused = _grammar(state, rows, tokens, drawn) if table.num_late else {}
     ids, accepted, out_tokens = _columns(table.request_id[rows], tokens, drawn.valid)
-    if state.config.prefix_caching:
+    if state.config.prefix_caching and plan.plan_id % period(len(rows), PUBLISH_EVERY) == 0:
         _publish(state, rows, confirmed)
     ended = _ends(state, result, rows, index, drawn, refused) if _any_end(result, drawn, refused) else []
     outputs = _outputs(state, ended, ids, accepted, out_tokens)
@@ -151,17 +152,18 @@ def _grammar(state: SchedulerState, rows: np.ndarray, tokens: np.ndarray, drawn:
 
 
 def _publish(state: SchedulerState, rows: np.ndarray, confirmed: np.ndarray) -> None:
-    """Name the blocks of decoding rows whose next unit is confirmed now.
+    """Name the blocks of decoding rows whose next unit is confirmed; called every few steps.
 
-    At most about twice as many rows a step as complete a unit on average: where many do so at once, the rest follow
-    with the next steps, and each at the latest when it leaves its row.
+    At most about twice as many rows as complete a unit on average: where many do so at once, the rest follow with the
+    next calls, and each at the latest when it leaves its row.
     """
     table, unit = state.table, state.cache.unit
     begins = table.published[rows]
     due = (confirmed - begins >= unit).nonzero()[0]
     if not len(due):
         return
-    due = due[: UNITS_AT_LEAST + 2 * (1 + state.config.max_drafts) * len(rows) // unit]
+    tokens = period(len(rows), PUBLISH_EVERY) * (1 + state.config.max_drafts) * len(rows)
+    due = due[: UNITS_AT_LEAST + 2 * tokens // unit]
     rows, begins = rows[due], begins[due]
     table.published[rows] = begins + unit
     data = table.tokens[rows[:, None], begins[:, None] + state.places].astype("<i4", copy=False).tobytes()

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from drivetrain.sched.state import SchedulerState
+from drivetrain.sched.state import SchedulerState, period
 
 NO_ROWS = np.zeros(0, np.int32)
+AHEAD = 4  # steps at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,21 +88,36 @@ def _allocate(state: SchedulerState, decode: Decode) -> Decode:
 
     Windows slide only for rows that need a block anyway.
     """
-    table, cache, keep = state.table, state.cache, None
-    lacking = decode.bounds > cache.horizon[decode.index]
+    table, cache, keep, upto = state.table, state.cache, None, decode.bounds
+    lacking = upto > cache.horizon[decode.index]
+    steps = period(len(decode.rows), AHEAD)
+    if state.next_plan % steps == 0:
+        lacking, upto = _look_ahead(state, decode, lacking, steps)
     if not np.count_nonzero(lacking):
         return decode
     while True:
         short = decode.index[lacking]
         sure = table.confirmed[short] + table.in_flight[short] if state.config.max_drafts else table.reserved[short]
         cache.slide(short, sure)
-        if cache.extend_rows(short, decode.bounds[lacking]) is None:
+        if cache.extend_rows(short, upto[lacking]) is None:
             return decode if keep is None else decode.only(keep)
         victim = worst_row(state)
         assert victim is not None, "a decoding row is running"
         state.preempt(victim)
+        upto = decode.bounds
         keep = decode.index != victim if keep is None else keep & (decode.index != victim)
         lacking &= keep
+
+
+def _look_ahead(
+    state: SchedulerState, decode: Decode, lacking: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Let rows that would need a block within some steps have it now, if there are plenty: one round of allocating then
+    serves these steps together. Returns which rows to extend, and to how many tokens each."""
+    soon = np.minimum(decode.bounds + (steps - 1) * (1 + state.config.max_drafts), state.table.limit[decode.index])
+    early = soon > state.cache.horizon[decode.index]
+    num = int(np.count_nonzero(early))
+    return (early, soon) if num and state.cache.plenty(2 * num) else (lacking, decode.bounds)
 
 
 def worst_row(state: SchedulerState) -> int | None:

@@ -88,6 +88,7 @@ class RequestTable:
         self.stops_used = 1  # slots of ``stops`` that any request has ever used
         self.many_stops: dict[int, frozenset[int]] = {}
         self.tokens = np.zeros((max_rows, max_tokens + 1), np.int32)
+        self._flat, self._stride = self.tokens.reshape(-1), max_tokens + 1
         self._free = list(range(max_rows - 1, -1, -1))
         self._next_epoch = NO_EPOCH + 1
 
@@ -169,7 +170,7 @@ class RequestTable:
     def append(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """One drawn token of each row becomes known; returns how many each knows."""
         known: np.ndarray = self.known[rows]
-        self.tokens[rows, known] = tokens
+        self._flat[rows * self._stride + known] = tokens
         known += 1
         self.known[rows] = known
         return known

@@ -16,6 +16,8 @@ from drivetrain.sched.plan import RowStart
 from drivetrain.sched.policy import Policy
 from drivetrain.sched.request import Request, RequestTable, State
 
+ROWS_A_ROUND = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -56,6 +58,13 @@ class Fanout:
     leader: int
     members: int
     written: bool = False
+
+
+def period(num_rows: int, most: int) -> int:
+    """Return every how many steps work that can wait is done for so many rows: few rows share a round over several
+    steps, so that its fixed cost is spread; many rows need one each step, so that no step is much longer than others.
+    """
+    return max(1, min(most, ROWS_A_ROUND // max(1, num_rows)))
 
 
 class Ones:
