@@ -632,3 +632,79 @@ def test_steady_decode_tells_only_what_changed() -> None:
     changed = [len(plan.blocks) for plan in runner.plans[4:]]
     assert set(changed) == {0, 4} and changed.count(4) == len(changed) // 4
     assert not any(plan.starts or plan.ends for plan in runner.plans[4:])
+
+
+def answer(plan: StepPlan, token: int = 9, failure: str = "") -> StepResult:
+    counts = np.zeros(plan.num_rows, np.int32) if failure else plan.sample.astype(np.int32)
+    tokens = np.full((plan.num_rows, 1), token, np.int32)
+    return StepResult(plan_id=plan.plan_id, tokens=tokens, counts=counts, failure=failure)
+
+
+def test_the_tokens_in_flight_of_a_preempted_request_are_accepted_before_it_runs_again() -> None:
+    scheduler, _ = make()
+    scheduler.add(ask(0, prompt(9), 6, eos_ids=()))
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    scheduler._state.preempt(int(plans[0].rows[0]))
+    assert scheduler.schedule() is None, "two of its tokens are under way"
+    told = [scheduler.commit(plan, answer(plan, 20 + i)) for i, plan in enumerate(plans)]
+    assert [(out.request_ids.tolist(), out.tokens.tolist()) for out in told] == [([0], [20]), ([0], [21])]
+    again = scheduler.schedule()
+    assert again.ends == (int(plans[0].rows[0]),) and again.starts[0].epoch != plans[0].epochs[0]
+    known = np.concatenate([prompt(9), [20, 21]])
+    assert np.array_equal(again.prompt_ids, known[int(again.start[0]) :])
+
+
+def test_a_preempted_request_may_end_by_its_tokens_in_flight() -> None:
+    for token, most, reason in ((END, 6, "stop"), (20, 2, "length")):
+        scheduler, _ = make()
+        scheduler.add(ask(0, prompt(9), most))
+        plans = [scheduler.schedule(), scheduler.schedule()]
+        scheduler.commit(plans[0], answer(plans[0], 20))
+        scheduler._state.preempt(int(plans[0].rows[0]))
+        (end,) = scheduler.commit(plans[1], answer(plans[1], token)).finished
+        assert end.reason == reason and not scheduler.has_work()
+        scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_tokens_in_flight_behind_a_failed_step_are_dropped_for_a_preempted_request(decoding: bool) -> None:
+    scheduler, _ = make()
+    scheduler.add(ask(0, prompt(9), 6, eos_ids=()))
+    known = prompt(9)
+    if decoding:
+        first = scheduler.schedule()
+        scheduler.commit(first, answer(first, 20))
+        known = np.append(known, 20)
+    failing, after = scheduler.schedule(), scheduler.schedule()
+    scheduler._state.preempt(int(failing.rows[0]))
+    assert not scheduler.commit(failing, answer(failing, failure="lost")).finished, "it had left before it failed"
+    assert not len(scheduler.commit(after, answer(after, 49)).tokens)
+    again = scheduler.schedule()
+    assert np.array_equal(again.prompt_ids, known[int(again.start[0]) :])
+    scheduler.check_integrity()
+
+
+def test_a_preempted_reader_of_lost_blocks_drops_its_tokens_and_goes_on() -> None:
+    scheduler, _ = make(budget=1 << 20, max_num_batched_tokens=64)
+    scheduler.add(ask(1, prompt(40), 9, eos_ids=()))
+    failing = scheduler.schedule()
+    scheduler.add(ask(2, prompt(40), 9, eos_ids=()))
+    after = scheduler.schedule()
+    reader = next(start for start in after.starts if start.request_id == 2)
+    assert reader.computed == 32
+    scheduler._state.preempt(reader.row)
+    ended = scheduler.commit(failing, answer(failing, failure="lost")).finished
+    assert [end.request_id for end in ended] == [1]
+    assert not len(scheduler.commit(after, answer(after, 49)).tokens)
+    again = scheduler.schedule()
+    assert again.starts[0].request_id == 2 and again.starts[0].computed == 0
+    scheduler.check_integrity()
+
+
+def test_with_caching_off_samples_of_different_requests_share_nothing() -> None:
+    loop, runner = setup(prefix_caching=False, budget=1 << 20)
+    for number in range(4):
+        loop.submit(ask(number, prompt(40), 2, sample_index=number % 2, fanout=number // 2))
+    run(loop)
+    computed = {s.request_id: s.computed for plan in runner.plans for s in plan.starts}
+    assert computed == {0: 0, 1: 32, 2: 0, 3: 32}
