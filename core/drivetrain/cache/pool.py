@@ -160,23 +160,26 @@ class Pool:
         """Take a holder of each block away, in order: what is dropped first is evicted first."""
         blocks = self.groups[group]
         refs, names, cached, per_slab = blocks.refs, blocks.names, blocks.cached, blocks.per_slab
-        self._clock += 1
+        shared, held_in, left = self.shared, self.held_in, 0
+        self._clock = clock = self._clock + 1
         for block in dropped:
-            left = refs[block] - 1
-            refs[block] = left
-            if left:
+            others = refs[block] - 1
+            refs[block] = others
+            if others:
+                left += 1
                 continue
-            blocks.num_held -= 1
             slab = block // per_slab
-            if self.shared:
-                self.held_in[slab] -= 1
-                if not self.held_in[slab]:
-                    self.idle[slab] = self._clock
+            if shared:
+                held = held_in[slab] - 1
+                held_in[slab] = held
+                if not held:
+                    self.idle[slab] = clock
                     blocks.num_idle += 1
             if names[block] is None:
                 self._free(blocks, slab, block)
             else:
-                cached[block] = self._clock
+                cached[block] = clock
+        blocks.num_held -= len(dropped) - left
 
     def name(self, group: int, block: int, name: bytes) -> bool:
         """Publish a held block under a name; False when another block has the name already."""

@@ -7,9 +7,9 @@ int32. Servers with equal roots agree on all digests.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class PrefixRoot:
             fanout,
             *self.media,
         )
-        state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        state = blake2b(digest_size=DIGEST_BYTES)
         for part in fields:
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)
@@ -71,7 +71,7 @@ class Chain:
 
     def push(self, unit: bytes) -> bytes:
         """Cover one unit more, given as little-endian int32 bytes; returns its digest."""
-        digest = hashlib.blake2b(self._parent + unit, digest_size=DIGEST_BYTES).digest()
+        digest = blake2b(self._parent + unit, digest_size=DIGEST_BYTES).digest()
         self._parent = digest
         self.digests.append(digest)
         return digest
@@ -82,7 +82,7 @@ class Chain:
         if last <= first:
             return
         data = tokens[first * self._unit : last * self._unit].astype("<i4", copy=False).tobytes()
-        blake, parent, size, digests = hashlib.blake2b, self._parent, self._bytes, self.digests
+        blake, parent, size, digests = blake2b, self._parent, self._bytes, self.digests
         for at in range(0, len(data), size):
             parent = blake(parent + data[at : at + size], digest_size=DIGEST_BYTES).digest()
             digests.append(parent)

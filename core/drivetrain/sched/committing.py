@@ -167,11 +167,14 @@ def _publish(state: SchedulerState, rows: np.ndarray, confirmed: np.ndarray) -> 
     rows, begins = rows[due], begins[due]
     table.published[rows] = begins + unit
     data = table.tokens[rows[:, None], begins[:, None] + state.places].astype("<i4", copy=False).tobytes()
-    units, size, digests = begins // unit, 4 * unit, []
-    for i, (row, number) in enumerate(zip(rows.tolist(), units.tolist(), strict=True)):
-        chain = table.at(row).chain
-        known = len(chain.digests) > number
-        digests.append(chain.digests[number] if known else chain.push(data[i * size : (i + 1) * size]))
+    units, size, at, digests = begins // unit, 4 * unit, 0, []
+    requests = table.requests
+    for row, number in zip(rows.tolist(), units.tolist(), strict=True):
+        request = requests[row]
+        assert request is not None, "a row that is alive has a request"
+        known = request.chain.digests
+        digests.append(known[number] if len(known) > number else request.chain.push(data[at : at + size]))
+        at += size
     state.cache.publish_units(rows, units, digests)
 
 
