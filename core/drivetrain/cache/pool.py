@@ -7,7 +7,7 @@ slabs, a slab whose blocks are all free goes back to all groups; what is evicted
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from drivetrain.cache.sizing import CachePlan
@@ -16,12 +16,13 @@ NO_OWNER = -1
 
 
 class GroupBlocks:
-    """One group's blocks. Queues are ordered dicts: a plain one is slow to find its first key once many are gone.
-    ``open``: slab -> its free blocks; ``cached``: block -> when it was let go, oldest first;
-    ``num_idle``: slabs of this group that have no held block."""
+    """One group's blocks. ``open``: slab -> its free blocks (ordered: a plain dict is slow to find its first key once
+    many are gone); ``cached``: block -> when it was let go; ``queue``: these pairs, oldest first, some of them out of
+    date; ``num_idle``: slabs of this group that have no held block."""
 
     __slots__ = (
-        "cached", "index", "names", "num_blocks", "num_free", "num_held", "num_idle", "open", "per_slab", "refs"
+        "cached", "index", "names", "num_blocks", "num_free", "num_held", "num_idle",
+        "open", "per_slab", "queue", "refs",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int, per_slab: int) -> None:
@@ -30,11 +31,22 @@ class GroupBlocks:
         self.refs = [0] * num_blocks
         self.names: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, int] = {}
-        self.cached: OrderedDict[int, int] = OrderedDict()
+        self.cached: dict[int, int] = {}
+        self.queue: deque[tuple[int, int]] = deque()
         self.open: OrderedDict[int, list[int]] = OrderedDict()
         self.num_free = 0
         self.num_held = 0
         self.num_idle = 0
+
+    def oldest(self) -> tuple[int, int] | None:
+        """Return the cached block that was let go first, and when; None when there is none."""
+        queue, cached = self.queue, self.cached
+        while queue:
+            first = queue[0]
+            if cached.get(first[0]) == first[1]:
+                return first
+            queue.popleft()
+        return None
 
 
 class Pool:
@@ -113,28 +125,29 @@ class Pool:
         """Evict the group's oldest cached blocks, or first what another group has let go of for longer."""
         slab = next(iter(self.idle), None)
         foreign = slab is not None and self.owner[slab] != group
-        own = next(iter(blocks.cached), None)
-        if slab is not None and foreign and (own is None or self.idle[slab] < blocks.cached[own]):
+        own = blocks.oldest()
+        if slab is not None and foreign and (own is None or self.idle[slab] < own[1]):
             self._empty(slab)
             self._open_slab(group, blocks)
             return self._take_open(blocks, count)
         bar = self.idle[slab] if slab is not None and foreign else self._clock
         names, index, cached, part = blocks.names, blocks.index, blocks.cached, list[int]()
-        for block, since in cached.items():
-            if len(part) == count or since > bar:
-                break
+        shared, held_in, per_slab = self.shared, self.held_in, blocks.per_slab
+        while own is not None and own[1] <= bar and len(part) < count:
+            block = own[0]
             part.append(block)
-        for block in part:
+            blocks.queue.popleft()
             del cached[block]
             name = names[block]
             assert name is not None, "a cached block has a name"
             del index[name]
             names[block] = None
-            if self.shared:
-                slab = block // blocks.per_slab
-                if not self.held_in[slab]:
+            if shared:
+                slab = block // per_slab
+                if not held_in[slab]:
                     self._busy(slab, blocks)
-                self.held_in[slab] += 1
+                held_in[slab] += 1
+            own = blocks.oldest()
         return part
 
     def hold(self, group: int, block: int) -> None:
@@ -160,7 +173,7 @@ class Pool:
         """Take a holder of each block away, in order: what is dropped first is evicted first."""
         blocks = self.groups[group]
         refs, names, cached, per_slab = blocks.refs, blocks.names, blocks.cached, blocks.per_slab
-        shared, held_in, left = self.shared, self.held_in, 0
+        queue, shared, held_in, left = blocks.queue, self.shared, self.held_in, 0
         self._clock = clock = self._clock + 1
         for block in dropped:
             others = refs[block] - 1
@@ -179,6 +192,9 @@ class Pool:
                 self._free(blocks, slab, block)
             else:
                 cached[block] = clock
+                queue.append((block, clock))
+        if len(queue) > 64 + 2 * len(cached):
+            blocks.queue = deque(cached.items())
         blocks.num_held -= len(dropped) - left
 
     def name(self, group: int, block: int, name: bytes) -> bool:
@@ -257,7 +273,9 @@ class Pool:
             if blocks.num_blocks:
                 null = blocks.refs[0] or blocks.names[0] or 0 in free or 0 in blocks.cached
                 assert not null, f"group {number}: the null block is in use"
-            assert list(blocks.cached.values()) == sorted(blocks.cached.values()), f"group {number}: order of eviction"
+            queue = [pair for pair in blocks.queue if blocks.cached.get(pair[0]) == pair[1]]
+            assert queue == list(blocks.cached.items()), f"group {number}: queue of cached blocks"
+            assert queue == sorted(queue, key=lambda pair: pair[1]), f"group {number}: order of eviction"
             held = sum(self._check_block(number, block, free) for block in range(1, blocks.num_blocks))
             assert held == blocks.num_held, f"group {number}: {held} held, {blocks.num_held} counted"
             assert all(blocks.names[b] == n for n, b in blocks.index.items()), f"group {number}: index"
