@@ -132,22 +132,27 @@ class Pool:
             return self._take_open(blocks, count)
         bar = self.idle[slab] if slab is not None and foreign else self._clock
         names, index, cached, part = blocks.names, blocks.index, blocks.cached, list[int]()
-        shared, held_in, per_slab = self.shared, self.held_in, blocks.per_slab
-        while own is not None and own[1] <= bar and len(part) < count:
-            block = own[0]
+        queue, shared, held_in, per_slab = blocks.queue, self.shared, self.held_in, blocks.per_slab
+        left = count
+        while queue and left:
+            block, since = queue[0]
+            if cached.get(block) != since:
+                queue.popleft()
+                continue
+            if since > bar:
+                break
+            queue.popleft()
+            left -= 1
             part.append(block)
-            blocks.queue.popleft()
-            del cached[block]
             name = names[block]
             assert name is not None, "a cached block has a name"
-            del index[name]
+            del cached[block], index[name]
             names[block] = None
             if shared:
                 slab = block // per_slab
                 if not held_in[slab]:
                     self._busy(slab, blocks)
                 held_in[slab] += 1
-            own = blocks.oldest()
         return part
 
     def hold(self, group: int, block: int) -> None:
