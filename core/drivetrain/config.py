@@ -14,7 +14,6 @@ from drivetrain.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 POLICIES = ("fair", "fcfs", "priority", "shortest-uncached-first")
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +143,6 @@ def environment() -> dict[str, str]:
 def set_environment(values: Mapping[str, str]) -> None:
     """Set variables that a backend needs before torch loads; clashes are checked by the caller."""
     os.environ.update(values)
-
-
-def cache_home() -> Path:
-    """Return the directory for files that may be rebuilt: DRIVETRAIN_CACHE, or the user's cache directory."""
-    own = os.environ.get("DRIVETRAIN_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain"
 
 
 def hub_cache() -> Path:

@@ -57,7 +57,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a program may plug in that no flag names: a drafter and its width, a connector, stages of the decoder."""
+    """What a program may plug in that no flag names: a drafter and its width, a connector."""
 
     drafter: Drafter | None = None
     max_drafts: int = 0

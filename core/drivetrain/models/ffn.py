@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from drivetrain.models.parameters import PartContext
-from drivetrain.models.spec import GatedMlp, PartSpec
+from drivetrain.models.registry import Registry
+from drivetrain.models.spec import GatedMlp
 from drivetrain.models.step import StepView
 from drivetrain_api.v1 import GatedActivationSpec
 
@@ -20,24 +20,8 @@ class FeedForward(Protocol):
         """x [T, hidden], normed -> the branch's output [T, hidden]."""
 
 
-FeedForwardFactory = Callable[[Any, PartContext], FeedForward]
-_FACTORIES: dict[type, FeedForwardFactory] = {}
-
-
-def register(spec_type: type, factory: FeedForwardFactory) -> None:
-    """Make ``factory(spec, context)`` build feed-forwards of that spec type. ValueError when it has one already."""
-    if spec_type in _FACTORIES:
-        raise ValueError(f"{spec_type.__name__} already has a feed-forward: {_FACTORIES[spec_type]!r}")
-    _FACTORIES[spec_type] = factory
-
-
-def make_ffn(spec: PartSpec, context: PartContext) -> FeedForward:
-    """Build a layer's feed-forward. LookupError for a spec type that nobody registered."""
-    factory = _FACTORIES.get(type(spec))
-    if factory is None:
-        known = ", ".join(sorted(kind.__name__ for kind in _FACTORIES))
-        raise LookupError(f"{context.path}: no feed-forward is registered for {type(spec).__name__}; known: {known}")
-    return factory(spec, context)
+_parts = Registry[FeedForward]("feed-forward")
+register, make_ffn = _parts.register, _parts.make
 
 
 class GatedFeedForward:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from drivetrain.models.norms import bind_norm
 from drivetrain.models.parameters import PartContext
-from drivetrain.models.spec import AttentionMixer, PartSpec
+from drivetrain.models.registry import Registry
+from drivetrain.models.spec import AttentionMixer
 from drivetrain.models.step import StepView
 from drivetrain_api.v1 import AttentionSpec, CachePart, CacheSpec, PagedAttention, RopeSpec
 
@@ -34,24 +34,8 @@ class Mixer(Protocol):
         """x [T, hidden], normed -> the branch's output [T, hidden]."""
 
 
-MixerFactory = Callable[[Any, PartContext], Mixer]
-_FACTORIES: dict[type, MixerFactory] = {}
-
-
-def register(spec_type: type, factory: MixerFactory) -> None:
-    """Make ``factory(spec, context)`` build mixers of that spec type. ValueError when it has one already."""
-    if spec_type in _FACTORIES:
-        raise ValueError(f"{spec_type.__name__} already has a mixer: {_FACTORIES[spec_type]!r}")
-    _FACTORIES[spec_type] = factory
-
-
-def make_mixer(spec: PartSpec, context: PartContext) -> Mixer:
-    """Build a layer's mixer. LookupError for a spec type that nobody registered."""
-    factory = _FACTORIES.get(type(spec))
-    if factory is None:
-        known = ", ".join(sorted(kind.__name__ for kind in _FACTORIES))
-        raise LookupError(f"{context.path}: no mixer is registered for {type(spec).__name__}; known: {known}")
-    return factory(spec, context)
+_parts = Registry[Mixer]("mixer")
+register, make_mixer = _parts.register, _parts.make
 
 
 class Attention:

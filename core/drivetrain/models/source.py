@@ -17,6 +17,7 @@ from drivetrain.errors import ModelError
 
 if TYPE_CHECKING:
     from drivetrain.models.weights.checkpoint import Checkpoint
+    from drivetrain.models.weights.gguf_file import GgufFile
 
 Kind = Literal["safetensors", "gguf"]
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -26,7 +27,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 class ModelSource:
     """A model that was found. ``config`` is Hugging Face style; ``identity`` names weights and revision in hashes.
 
-    ``generation``: generation_config.json's content, where there is one.
+    ``generation``: generation_config.json's content, where there is one. ``header``: a GGUF file's, read once for
+    configuration, weights and tokenizer.
     """
 
     kind: Kind
@@ -34,13 +36,16 @@ class ModelSource:
     config: Mapping[str, Any]
     identity: str
     generation: Mapping[str, Any] = field(default_factory=dict)
+    header: GgufFile | None = field(default=None, repr=False, compare=False)
 
     def open_checkpoint(self) -> Checkpoint:
         """Open the weights (loads torch's readers). WeightsError when they are damaged or absent."""
         if self.kind == "gguf":
-            from drivetrain.models.weights.gguf_checkpoint import open_gguf
+            from drivetrain.models.weights.gguf_checkpoint import GgufCheckpoint
 
-            return open_gguf(self.path)[0]
+            assert self.header is not None, "a GGUF source has its header"
+            self.header.reopen()
+            return GgufCheckpoint(self.header)
         from drivetrain.models.weights.safetensors_files import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(self.path)
@@ -93,7 +98,11 @@ def _file(path: Path) -> ModelSource:
     file_.close()
     stat = path.stat()
     return ModelSource(
-        kind="gguf", path=path, config=config, identity=f"gguf:{path.name}:{stat.st_size}:{stat.st_mtime_ns}"
+        kind="gguf",
+        path=path,
+        config=config,
+        identity=f"gguf:{path.name}:{stat.st_size}:{stat.st_mtime_ns}",
+        header=file_,
     )
 
 

@@ -212,6 +212,7 @@ def group_needs(decoder: Decoder) -> Sequence[GroupNeed]:
             block_tokens=group.layout.block_tokens,
             alignment=group.layout.alignment,
             window=group.spec.window,
+            checkpoint_alignment=group.spec.checkpoint_alignment,
         )
         for group in decoder.groups
     ]

@@ -1,14 +1,13 @@
-"""Backends and plugins as installed wheels announce them. Listing imports nothing of theirs."""
+"""Backends as installed wheels announce them. Listing imports nothing of theirs."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, entry_points
-from typing import Any
 
-from drivetrain.errors import ConfigError, DeviceError
-from drivetrain_api.v1.hooks import ENTRY_POINT_GROUP, PLUGIN_GROUP
+from drivetrain.errors import DeviceError
+from drivetrain_api.v1.hooks import ENTRY_POINT_GROUP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,28 +61,6 @@ def find_backend(name: str, entries: tuple[BackendEntry, ...]) -> BackendEntry:
             fix=f"pip uninstall one of them, for example: pip uninstall {named[-1].wheel}",
         )
     return named[0]
-
-
-def find_plugin(kind: str, name: str) -> Any:
-    """Load the plugin ``kind:name`` and nothing else. ConfigError when it is missing, doubled or does not import."""
-    wanted = f"{kind}:{name}"
-    named = {(p.value, p.dist.name if p.dist else ""): p for p in entry_points(group=PLUGIN_GROUP) if p.name == wanted}
-    if not named:
-        kinds = sorted(p.name for p in entry_points(group=PLUGIN_GROUP) if p.name.startswith(kind + ":"))
-        have = ", ".join(kinds) or "none"
-        raise ConfigError(f"no plugin {wanted} is installed (of that kind: {have})", fix="install its wheel")
-    if len(named) > 1:
-        wheels = " and ".join(sorted(wheel for _, wheel in named))
-        raise ConfigError(f"plugin {wanted} is provided by {wheels}", fix="uninstall one of them")
-    (point,) = named.values()
-    try:
-        return point.load()
-    except Exception as error:
-        wheel = point.dist.name if point.dist else point.value
-        raise ConfigError(
-            f"plugin {wanted} of {wheel} does not import: {type(error).__name__}: {error}",
-            fix="repair that wheel",
-        ) from error
 
 
 def _contract_requirement(dist: Distribution | None) -> str | None:

@@ -27,6 +27,8 @@ def load_tokenizer(source: ModelSource | None, override: str | None = None) -> T
         if source is None:
             raise TokenizerError("no tokenizer was named", fix="give a model or --tokenizer DIRECTORY")
         path = source.path
+        if source.header is not None:
+            return Tokenizer(gguf_parts(source.header))
     else:
         path = Path(override).expanduser()
         if not path.exists():

@@ -6,14 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from drivetrain.errors import WeightsError
 from drivetrain.models.weights.checkpoint import TensorInfo
-from drivetrain.models.weights.gguf_config import config_of
 from drivetrain.models.weights.gguf_file import GgufFile, GgufTensor, block_of
 
 if TYPE_CHECKING:
@@ -130,9 +128,3 @@ def _dequantize(raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     except NotImplementedError as error:
         raise WeightsError(f"tensor {tensor.name} has type {kind.name}, which gguf can't dequantize") from error
     return values
-
-
-def open_gguf(path: str | Path) -> tuple[GgufCheckpoint, dict[str, Any]]:
-    """Open a GGUF file; returns its checkpoint and its configuration."""
-    file = GgufFile(path)
-    return GgufCheckpoint(file), config_of(file)

@@ -34,16 +34,20 @@ class GgufTensor:
     nbytes: int
 
 
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} can't be read: {error}", fix="give the path of a GGUF file") from error
+
+
 class GgufFile:
     """A memory-mapped GGUF file. ``metadata``: key -> value (arrays as lists or numpy); ``tensors``: name -> place."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            with open(self.path, "rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise WeightsError(f"{self.path} can't be read: {error}", fix="give the path of a GGUF file") from error
+        self.data = _mapped(self.path)
         self._at = 0
         self.metadata: dict[str, Any] = {}
         try:
@@ -66,8 +70,13 @@ class GgufFile:
         return self._place([self._tensor() for _ in range(num_tensors)])
 
     def close(self) -> None:
-        """Unmap the file."""
+        """Unmap the file; the header stays."""
         self.data.close()
+
+    def reopen(self) -> None:
+        """Map the file again after ``close``, without reading the header again."""
+        if self.data.closed:
+            self.data = _mapped(self.path)
 
     def bytes_of(self, tensor: GgufTensor) -> np.ndarray:
         """Return a tensor's stored bytes, uint8 [rows, bytes a row], as a view of the file."""
