@@ -253,11 +253,11 @@ def test_d_recurrent_state_beside_kv_in_one_pool(device: str) -> None:
 
 
 def _exports(loop: Loop) -> list:
-    """Nothing keeps old plans: a fresh prompt is planned and dropped to look at its checkpoints."""
-    ids = np.random.default_rng(6).integers(0, 97, 100).astype(np.int32)
+    """Nothing keeps old plans: a fresh prompt is planned, chunk by chunk, to look at its checkpoints."""
+    ids = np.random.default_rng(6).integers(0, 97, 190).astype(np.int32)
     loop.submit(GenerateRequest(request_id=9, prompt_ids=ids, sampling=GREEDY, max_tokens=1, seed=0))
-    plan = loop.scheduler.schedule()
-    return list(plan.exports)
+    plans = iter(loop.scheduler.schedule, None)
+    return [export for plan in plans for export in plan.exports]
 
 
 def test_e_a_request_that_returns_a_pooled_vector(checkpoint: Path, device: str) -> None:
