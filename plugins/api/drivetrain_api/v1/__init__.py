@@ -64,7 +64,7 @@ from .sampling import (
     VerifySpec,
 )
 from .shapes import ShapePolicy, bucket
-from .storage import CacheHandle, CacheLayout, CachePart, CacheSpec, SlabPool, Storage
+from .storage import BlockRecycler, CacheHandle, CacheLayout, CachePart, CacheSpec, SlabPool, Storage
 from .torch_runtime import torch_runtime
 from .torch_storage import generic_profiler, torch_storage
 
@@ -80,6 +80,7 @@ __all__ = [
     "BackendInfo",
     "Baseline",
     "BatchFacts",
+    "BlockRecycler",
     "CacheHandle",
     "CacheLayout",
     "CachePart",

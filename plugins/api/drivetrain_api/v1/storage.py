@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
-CacheKind = Literal[
-    "full", "window", "latent", "compressed", "circular", "recurrent", "token_history", "cross"
-]
+CacheKind = Literal["full", "window", "latent", "compressed", "circular", "recurrent", "token_history", "cross"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +95,16 @@ class CacheHandle(Protocol):
 
     def import_blocks(self, blocks: torch.Tensor, data: torch.Tensor) -> None:
         """Store what ``export_blocks`` of an equal layout returned."""
+
+
+@runtime_checkable
+class BlockRecycler(Protocol):
+    """Optional, beside ``CacheHandle``: told of blocks whose content is void. Nothing reads them before they are
+    written anew, so that a handle may fill them with what makes a stray read show."""
+
+    def freed(self, blocks: torch.Tensor) -> None:
+        """Learn that blocks, ids [n], are void. Ordered on the stream: after all that used them, before anything that
+        reuses them. Block 0 may be among them, more than once: it fills lists up where shapes are fixed."""
 
 
 class Storage(Protocol):
