@@ -36,7 +36,10 @@ class Connector(Protocol):
         """Return how many tokens of the prompt it could bring, 0 when no more than the ``num_cached`` here."""
 
     def load(self, request_id: int, num_tokens: int, blocks: Sequence[Place]) -> None:
-        """Begin to fill these blocks, so that the first ``num_tokens`` tokens are valid in all groups."""
+        """Begin to fill these blocks, so that the first ``num_tokens`` tokens are valid in all groups.
+
+        Plans submitted before may still use these blocks for whoever had them: what fills them comes after those plans.
+        """
 
     def finished(self, request_id: int, num_tokens: int, blocks: Sequence[Place]) -> bool:
         """Tell that a request ended with that many tokens valid; True keeps its blocks held until ``released``."""

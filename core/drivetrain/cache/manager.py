@@ -25,17 +25,21 @@ Held = tuple[int, int]  # group, block
 class Changes:
     """What the next plan must tell the runner: see the fields of ``StepPlan`` of the same names."""
 
+    freed: tuple[tuple[int, np.ndarray], ...]
     blocks: np.ndarray
     zeroed: tuple[Held, ...]
     copies: tuple[BlockCopy, ...]
 
 
 class CacheManager:
-    """Blocks of ``max_rows`` rows over all groups. ``unit``: tokens a digest covers."""
+    """Blocks of ``max_rows`` rows over all groups. ``unit``: tokens a digest covers; ``announce_freed``: plans name the
+    blocks whose content has become void."""
 
-    def __init__(self, plan: CachePlan, *, max_rows: int, max_tokens: int, unit: int) -> None:
+    def __init__(
+        self, plan: CachePlan, *, max_rows: int, max_tokens: int, unit: int, announce_freed: bool = False
+    ) -> None:
         self.plan, self.unit, self.max_tokens = plan, unit, max_tokens
-        self.pool = Pool(plan)
+        self.pool = Pool(plan, recording=announce_freed)
         self.groups: tuple[Group, ...] = tuple(make_group(self.pool, n, g, unit) for n, g in enumerate(plan.groups))
         self.paged = tuple(group for group in self.groups if isinstance(group, PagedGroup))
         self.sliding = tuple(group for group in self.paged if group.plan.window is not None)
@@ -282,6 +286,21 @@ class CacheManager:
             first, end = int(self.firsts[number, row]), int(self.ends[number][row])
             self._record(number, row, range(first, end), table[row, first:end].tolist())
 
+    def filled_elsewhere(self, row: int, begin: int) -> list[tuple[int, int, int]]:
+        """Return ``places`` of a row's tokens from ``begin`` on, which somebody begins to fill now, not a plan; the
+        runner is not told of the row yet."""
+        self.hold_back(row)
+        found = self.places(row, begin)
+        for group in self.groups:
+            self.pool.overwritten(group.number, [block for number, _, block in found if number == group.number])
+        return found
+
+    def unfilled(self, row: int, begin: int) -> None:
+        """What was to be filled from token ``begin`` on, where blocks of all groups begin, is not: it is void."""
+        if self.pool.freed is not None:
+            for group, _, block in self.places(row, begin):
+                self.pool.freed[group].append(block)
+
     def held(self, row: int) -> list[Held]:
         """Return (group, block) of all that a row holds."""
         return [(group, block) for group, _, block in self.places(row)]
@@ -296,9 +315,13 @@ class CacheManager:
         return found
 
     def take_changes(self) -> Changes:
-        """Return and forget what changed since the last call."""
+        """Return and forget what changed since the last call.
+
+        What is let go of here may still be read by the next plan: it can become void only for the one after it.
+        """
         blocks = np.concatenate(self._parts) if self._parts else NO_BLOCKS
-        changes = Changes(blocks=blocks, zeroed=tuple(self._zeroed), copies=tuple(self._copies))
+        freed = [(n, np.unique(np.array(void, np.int32))) for n, void in enumerate(self.pool.take_freed()) if void]
+        changes = Changes(freed=tuple(freed), blocks=blocks, zeroed=tuple(self._zeroed), copies=tuple(self._copies))
         self._parts, self._zeroed, self._copies = [], [], []
         if self._lent:
             for number, block in self._lent:

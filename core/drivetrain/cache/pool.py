@@ -3,12 +3,15 @@
 A block is in exactly one state: free (no name, no holder), cached (named in the index, no holder, evictable), or held
 (``refs`` > 0). Slab 0 is never handed out: block 0 of every group, the null block, lies in it. Where groups share
 slabs, a slab whose blocks are all free goes back to all groups; what is evicted is the oldest, whosever it is.
+
+Where somebody wants to know (``recording``), blocks whose content has become void are noted: those that became free,
+and cached ones that were evicted. What is cached can still be found, so it is not void.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from drivetrain.cache.sizing import CachePlan
 
@@ -52,8 +55,9 @@ class GroupBlocks:
 class Pool:
     """All groups' blocks over the shared slabs, or over a fixed set of blocks for each group."""
 
-    def __init__(self, plan: CachePlan) -> None:
+    def __init__(self, plan: CachePlan, *, recording: bool = False) -> None:
         self.shared = plan.shared
+        self.freed: list[list[int]] | None = [[] for _ in plan.groups] if recording else None
         self.groups = [GroupBlocks(group.num_blocks, group.blocks_per_slab) for group in plan.groups]
         self.num_slabs = plan.num_slabs
         self.owner = [NO_OWNER] * plan.num_slabs
@@ -153,6 +157,8 @@ class Pool:
                 if not held_in[slab]:
                     self._busy(slab, blocks)
                 held_in[slab] += 1
+        if self.freed is not None:
+            self.freed[group] += part
         return part
 
     def hold(self, group: int, block: int) -> None:
@@ -201,6 +207,8 @@ class Pool:
         if len(queue) > 64 + 2 * len(cached):
             blocks.queue = deque(cached.items())
         blocks.num_held -= len(dropped) - left
+        if self.freed is not None:
+            self.freed[group] += [block for block in dropped if not refs[block] and names[block] is None]
 
     def name(self, group: int, block: int, name: bytes) -> bool:
         """Publish a held block under a name; False when another block has the name already."""
@@ -221,12 +229,37 @@ class Pool:
         if block in blocks.cached:
             del blocks.cached[block]
             self._free(blocks, block // blocks.per_slab, block)
+            if self.freed is not None:
+                self.freed[group].append(block)
 
     def clear_index(self) -> None:
         """Forget every name, so that nothing cached is found again."""
         for group, blocks in enumerate(self.groups):
             for block in list(blocks.index.values()):
                 self.unname(group, block)
+
+    def take_freed(self) -> list[list[int]]:
+        """Return, by group, and forget the blocks that became void since the last call, some of them held anew by now.
+        Nothing where they are not recorded."""
+        if self.freed is None:
+            return []
+        freed, self.freed = self.freed, [[] for _ in self.groups]
+        return freed
+
+    def overwritten(self, group: int, held: Iterable[int]) -> None:
+        """Forget that these held blocks were void: they get content at once, by somebody who waits for no plan."""
+        if self.freed is None:
+            return
+        mine, per_slab = set(held), self.groups[group].per_slab
+        self.freed[group] = [block for block in self.freed[group] if block not in mine]
+        for number, blocks in enumerate(self.groups if self.shared else ()):
+            if number != group:  # what other groups had in the same slabs: bytes of one are bytes of several
+                theirs = blocks.per_slab
+                self.freed[number] = [
+                    block
+                    for block in self.freed[number]
+                    if mine.isdisjoint(range(block * per_slab // theirs, -(-(block + 1) * per_slab // theirs)))
+                ]
 
     def _busy(self, slab: int, blocks: GroupBlocks) -> None:
         if self.idle.pop(slab, None) is not None:
@@ -262,7 +295,10 @@ class Pool:
         """Evict every cached block of an idle slab, and release it."""
         blocks = self.groups[self.owner[slab]]
         names, index, cached = blocks.names, blocks.index, blocks.cached
-        for block in range(slab * blocks.per_slab, (slab + 1) * blocks.per_slab):
+        span = range(slab * blocks.per_slab, (slab + 1) * blocks.per_slab)
+        if self.freed is not None:
+            self.freed[self.owner[slab]] += [block for block in span if names[block] is not None]
+        for block in span:
             name = names[block]
             if name is not None:
                 del index[name], cached[block]

@@ -142,8 +142,7 @@ def load_remote(state: SchedulerState, request: Request, hit: int, connector: Co
         return False
     request.state, request.remote_tokens = State.WAITING_REMOTE, brings
     state.remote[request.request_id] = request
-    state.cache.hold_back(request.row)
-    connector.load(request.request_id, brings, state.cache.places(request.row, hit))
+    connector.load(request.request_id, brings, state.cache.filled_elsewhere(request.row, hit))
     return True
 
 
@@ -164,6 +163,7 @@ def poll_connector(state: SchedulerState) -> None:
         hit = int(state.table.confirmed[request.row])
         valid = max(hit, min(arrival.num_tokens, request.remote_tokens) // state.cache.granule * state.cache.granule)
         row = request.row
+        state.cache.unfilled(row, valid)
         state.table.arrived(row, valid)
         state.cache.slide(np.array([row]), np.array([valid]))
         state.publish_confirmed(row)  # before any plan, which might fail without harm to them

@@ -217,6 +217,7 @@ def assemble(state: SchedulerState, decode: Decode, prompts: Prompts) -> StepPla
         starts=starts,
         ends=ends,
         blocks=changes.blocks,
+        freed=changes.freed,
         zeroed=changes.zeroed,
         copies=changes.copies,
         exports=exports,

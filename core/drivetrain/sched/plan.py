@@ -83,6 +83,8 @@ class StepPlan:
     known to the device. ``bounds``: upper bound of each row's length after the step. ``sample``: rows that draw a
     token (all decode and verify rows, prefill rows whose chunk ends the prompt).
     ``blocks`` [n, 4]: (row, group, index in the block table, block id), applied before the step; id 0 = dropped.
+    ``freed``: (group, block ids [n] int32) of blocks that became void since the plan before, to be announced before
+    all else of this plan, which may use them anew; never the null block, and empty where no cache wants to know.
     ``late_rows``: batch indices whose sampling waits for ``LateInput``.
     """
 
@@ -99,6 +101,7 @@ class StepPlan:
     starts: tuple[RowStart, ...] = ()
     ends: tuple[int, ...] = ()
     blocks: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    freed: tuple[tuple[int, np.ndarray], ...] = ()
     zeroed: tuple[tuple[int, int], ...] = ()  # (group, block) to be filled with zeros first
     copies: tuple[BlockCopy, ...] = ()
     exports: tuple[StateExport, ...] = ()

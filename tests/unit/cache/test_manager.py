@@ -16,9 +16,9 @@ STATE = {**FULL, "kind": "recurrent"}
 TOKENS = np.arange(100, dtype=np.int32)
 
 
-def manager(*groups: dict, unit: int = 8, budget: int = 1 << 14, shared: bool = True) -> CacheManager:
+def manager(*groups: dict, unit: int = 8, budget: int = 1 << 14, shared: bool = True, **more: bool) -> CacheManager:
     plan = plan_cache([GroupNeed(**g) for g in groups], budget, shared=shared, max_tokens=96, chunk=32)
-    return CacheManager(plan, max_rows=4, max_tokens=96, unit=unit)
+    return CacheManager(plan, max_rows=4, max_tokens=96, unit=unit, **more)
 
 
 def chain(upto: int, unit: int = 8) -> list[bytes]:
@@ -205,6 +205,91 @@ def test_closing_undoes_what_the_next_plan_was_to_do() -> None:
     changes = cache.take_changes()
     assert not len(changes.blocks) and not changes.zeroed and not changes.copies and cache.num_held == 0
     cache.check_integrity()
+
+
+def freed_in(changes) -> dict[int, list[int]]:
+    assert all(blocks.dtype == np.int32 for _, blocks in changes.freed)
+    return {group: blocks.tolist() for group, blocks in changes.freed}
+
+
+def test_the_next_plan_tells_which_blocks_are_void() -> None:
+    cache = manager(FULL, WINDOW, STATE, announce_freed=True)
+    digests = chain(40)
+    cache.open(0, digests, 0)
+    cache.extend(0, 42)
+    cache.publish(0, digests, 0, 40)
+    assert not cache.take_changes().freed
+    tables = [table[0].tolist() for table in cache.tables]
+    cache.close(0)
+    assert freed_in(cache.take_changes()) == {0: [tables[0][10]], 1: [tables[1][10]], 2: [tables[2][0]]}
+    cache.close(0)
+    assert not cache.take_changes().freed
+    cache.withdraw(digests[3:])
+    assert freed_in(cache.take_changes()) == {n: sorted(tables[n][6:10]) for n in (0, 1)}
+    silent = manager(FULL)
+    silent.open(0, [], 0)
+    silent.extend(0, 42)
+    silent.close(0)
+    assert silent.take_changes().freed == ()
+
+
+def test_what_a_window_has_left_behind_is_void() -> None:
+    cache = manager(FULL, WINDOW, announce_freed=True)
+    cache.open(0, [], 0)
+    cache.extend(0, 40)
+    behind = cache.tables[1][0, :5].tolist()
+    cache.slide(np.array([0]), np.array([32]))
+    assert freed_in(cache.take_changes()) == {1: sorted(behind)}
+
+
+def test_a_block_may_be_void_and_used_anew_by_the_same_plan() -> None:
+    cache = manager(FULL, budget=64 * 26, announce_freed=True)
+    cache.open(0, [], 0)
+    cache.extend(0, 90)
+    cache.take_changes()
+    before = set(cache.tables[0][0, :23].tolist())
+    cache.close(0)
+    cache.open(1, [], 0)
+    assert cache.extend(1, 90)
+    changes = cache.take_changes()
+    assert set(freed_in(changes)[0]) == before and before & set(changes.blocks[:, 3].tolist())
+    assert not cache.extend(2, 90) and not cache.take_changes().freed, "what was never handed out is not void"
+
+
+def test_a_checkpoint_that_the_next_plan_copies_is_void_only_for_the_one_after_it() -> None:
+    cache = manager(FULL, STATE, announce_freed=True)
+    digests = chain(64)
+    cache.open(0, digests, 0)
+    cache.extend(0, 64)
+    cache.publish(0, digests, 0, 64)
+    kept = cache.checkpoint(cache.recurrent[0], digests, 32)
+    cache.take_changes()
+    cache.open(1, digests, 32)
+    cache.pool.clear_index()
+    first = cache.take_changes()
+    assert first.copies[0].source == kept and not first.freed
+    assert freed_in(cache.take_changes()) == {1: [kept]}
+    cache.check_integrity()
+
+
+def test_blocks_that_somebody_else_fills_are_announced_only_where_they_stay_unfilled() -> None:
+    cache = manager(FULL, WINDOW, budget=64 * 60, announce_freed=True)
+    for row in (0, 1):
+        cache.open(row, [], 0)
+        cache.extend(row, 32)
+    cache.take_changes()
+    cache.close(0)
+    cache.close(1)
+    cache.open(2, [], 0)
+    cache.extend(2, 32)
+    places = cache.filled_elsewhere(2, 0)
+    assert len(places) == 16
+    filled = {(group, block) for group, _, block in places}
+    changes = cache.take_changes()
+    told = {(group, block) for group, blocks in freed_in(changes).items() for block in blocks}
+    assert told and not told & filled and not len(changes.blocks)
+    cache.unfilled(2, 24)
+    assert freed_in(cache.take_changes()) == {n: sorted(cache.tables[n][2, 6:8].tolist()) for n in (0, 1)}
 
 
 @pytest.mark.parametrize(

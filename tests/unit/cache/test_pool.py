@@ -10,7 +10,7 @@ from drivetrain.cache.pool import Pool
 from drivetrain.cache.sizing import CachePlan, GroupPlan
 
 
-def pool(num_slabs: int = 5, per_slab: tuple[int, ...] = (4, 1), shared: bool = True) -> Pool:
+def pool(num_slabs: int = 5, per_slab: tuple[int, ...] = (4, 1), shared: bool = True, recording: bool = False) -> Pool:
     groups = tuple(
         GroupPlan(
             kind="full",
@@ -24,7 +24,8 @@ def pool(num_slabs: int = 5, per_slab: tuple[int, ...] = (4, 1), shared: bool = 
         for n in per_slab
     )
     return Pool(
-        CachePlan(shared=shared, num_slabs=num_slabs if shared else 0, slab_bytes=256, groups=groups, padding=0)
+        CachePlan(shared=shared, num_slabs=num_slabs if shared else 0, slab_bytes=256, groups=groups, padding=0),
+        recording=recording,
     )
 
 
@@ -86,6 +87,76 @@ def test_a_name_belongs_to_the_first_block_that_took_it() -> None:
     one.check_integrity()
 
 
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    one = pool()
+    one.drop_many(0, one.take_many(0, 3))
+    assert one.freed is None and one.take_freed() == []
+    one.overwritten(0, [5])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_is_let_go_without_a_name_is_void_and_what_is_cached_is_not(shared: bool) -> None:
+    one = pool(shared=shared, recording=True)
+    plain, named, twice = one.take_many(0, 3)
+    one.name(0, named, b"n")
+    one.hold(0, twice)
+    one.drop_many(0, [plain, named, twice])
+    assert one.take_freed() == [[plain], []]
+    assert one.take_freed() == [[], []], "each is told once"
+    one.drop(0, twice)
+    assert one.take_many(0, 1), "taken anew, and void all the same: the next plan tells before it writes"
+    one.hold(0, named)
+    one.drop(0, named)
+    assert one.take_freed() == [[twice], []]
+
+
+def test_blocks_that_lose_their_name_are_void_once_nobody_holds_them() -> None:
+    one = pool(recording=True)
+    held, cached, other = one.take_many(0, 3)
+    for block, name in ((held, b"h"), (cached, b"c"), (other, b"o")):
+        one.name(0, block, name)
+    one.drop_many(0, [cached, other])
+    one.unname(0, held)
+    one.unname(0, cached)
+    assert one.take_freed() == [[cached], []]
+    one.clear_index()
+    one.drop(0, held)
+    assert one.take_freed() == [[other, held], []]
+
+
+def test_evicted_blocks_are_void_for_the_group_that_had_them() -> None:
+    one = pool(num_slabs=3, per_slab=(2, 1), recording=True)
+    mine = one.take_many(0, 4)
+    for block in mine:
+        one.name(0, block, b"%d" % block)
+    one.drop_many(0, mine)
+    assert one.take_freed() == [[], []]
+    (first,) = one.take_many(1, 1)
+    assert one.take_freed() == [[2 * first, 2 * first + 1], []], "a slab goes to the other group, with all that it had"
+    (last,) = one.take_many(0, 1)
+    assert one.take_freed() == [[last], []] and last in mine
+
+
+def test_what_is_filled_at_once_is_not_announced_nor_what_shares_its_bytes() -> None:
+    one = pool(num_slabs=3, per_slab=(4, 2), recording=True)
+    one.drop_many(0, one.take_many(0, 8))
+    assert sorted(one.take_freed()[0]) == list(range(4, 12))
+    one.drop_many(0, one.take_many(0, 8))
+    filled, other = one.take_many(1, 2)  # one slab: four blocks of group 0 lay where these two lie
+    one.overwritten(1, [filled])
+    beside = [block for block in range(4, 12) if block // 2 != filled]
+    assert [sorted(part) for part in one.take_freed()] == [beside, []]
+    one.drop(1, other)
+    (again,) = one.take_many(1, 1)
+    one.overwritten(1, [again])
+    assert again == other and one.take_freed() == [[], []]
+    apart = pool(shared=False, recording=True)
+    for group in (0, 1):
+        apart.drop_many(group, apart.take_many(group, 2))
+    apart.overwritten(0, [1])
+    assert apart.take_freed() == [[2], [1, 2]]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -115,10 +186,12 @@ def test_integrity_catches_planted_damage(damage) -> None:
     shared=st.booleans(),
 )
 def test_random_operations_keep_the_books(steps: list[tuple[str, int, int]], shared: bool) -> None:
-    one = pool(num_slabs=6, per_slab=(4, 1, 3), shared=shared)
+    one = pool(num_slabs=6, per_slab=(4, 1, 3), shared=shared, recording=True)
     held: list[list[int]] = [[], [], []]
+    used: list[set[int]] = [set(), set(), set()]  # held once, and not announced since
     for kind, group, number in steps:
         mine = held[group]
+        got: list[int] = []
         if kind == "t":
             available = one.available(group)
             got = one.take_many(group, number)
@@ -137,6 +210,12 @@ def test_random_operations_keep_the_books(steps: list[tuple[str, int, int]], sha
         elif kind == "c" and number == 0:
             one.clear_index()
         one.check_integrity()
+        for n, freed in enumerate(one.take_freed()):
+            kept = {*one.groups[n].cached, *held[n]} - set(got if n == group else ())
+            assert 0 not in freed and not kept & set(freed), "announced, and still of use"
+            used[n] -= set(freed)
+        assert not used[group] & set(got), "taken anew, and not announced"
+        used[group] |= set(got)
     for group, mine in enumerate(held):
         one.drop_many(group, mine)
     one.clear_index()

@@ -6,6 +6,9 @@ sample index alone, so outputs must not depend on batching, depth, preemption, c
 
 A failed step writes POISON. Later steps may read it until the failure is committed, and what comes of it is poison too;
 a poisoned token that reaches the outside is wrong, and a slot of poison that is read after the commit is an error.
+
+Where plans announce freed blocks, what is announced loses its content, and no block gets a new writer before that.
+Where groups share slabs, their blocks lie over each other, and what is written to one is lost to all that lie there.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ VOCABULARY = 50
 END = 7
 POISON = b"poison"
 LOADING = b"loading"
+FREED = b"freed"
 
 
 def digest(parent: bytes, token: int) -> bytes:
@@ -99,7 +103,9 @@ class SimulatedRunner:
     """Executes plans when they are submitted, in order; results are handed out when polled."""
 
     def __init__(self, manager: CacheManager, max_rows: int, max_drafts: int = 0, seed: int = 0) -> None:
-        self.groups = manager.plan.groups
+        self.groups, self.shared = manager.plan.groups, manager.plan.shared
+        self.announced = manager.pool.freed is not None
+        self.writers: list[dict[int, int]] = [{} for _ in self.groups]  # block -> the epoch that wrote to it
         self.slots: list[dict[tuple[int, int], bytes]] = [{} for _ in self.groups]
         self.states: list[dict[int, bytes]] = [{} for _ in self.groups]
         self.tables = [dict[tuple[int, int], int]() for _ in self.groups]
@@ -116,21 +122,77 @@ class SimulatedRunner:
         assert len(set(plan.rows.tolist())) == plan.num_rows, "a row twice in one plan"
         assert plan.num_new.min(initial=1) > 0, "a row without query tokens"
         self.plans.append(plan)
+        self._freed(plan)
         for row in plan.ends:
             del self.rows[row]
         for start in plan.starts:
             assert start.row not in self.rows, "a row started twice"
+            for table in self.tables:
+                for key in [key for key in table if key[0] == start.row]:
+                    del table[key]
             self.rows[start.row] = {"start": start, "computed": start.computed, "last": [], "prefix": {}}
         changed = plan.blocks[:, :3].tolist()
         assert len(set(map(tuple, changed))) == len(changed), "one table entry changed twice in one plan"
         for row, group, index, block in plan.blocks.tolist():
             assert row in self.rows, "blocks for a row that no request has"
             self.tables[group][row, index] = block
+        self._check_freed(plan)
         for group, block in plan.zeroed:
+            self._claim(group, block, -1)
             self.states[group][block] = b""
         for copy in plan.copies:
+            assert self.states[copy.group][copy.source] != FREED, "a checkpoint is copied after it was freed"
+            self._claim(copy.group, copy.target, -1)
             self.states[copy.group][copy.target] = self.states[copy.group][copy.source]
         self._run(plan)
+
+    def _freed(self, plan: StepPlan) -> None:
+        """What is announced loses its content before anything else happens, whoever's content lies there."""
+        assert self.announced or not plan.freed, "nobody asked for freed blocks"
+        for group, blocks in plan.freed:
+            assert blocks.dtype == np.int32 and len(blocks) and blocks.min() > 0, "the null block is never announced"
+            assert len(set(blocks.tolist())) == len(blocks), "a block is announced once a plan"
+            for block in blocks.tolist():
+                self.writers[group].pop(block, None)
+                for number, other in self.lies_at(group, block):
+                    for offset in range(self.groups[number].block_tokens):
+                        if (other, offset) in self.slots[number]:
+                            self.slots[number][other, offset] = FREED
+                    if other in self.states[number]:
+                        self.states[number][other] = FREED
+
+    def _check_freed(self, plan: StepPlan) -> None:
+        """Rows hold of what was announced only what they got by this plan."""
+        given = {(group, block) for _, group, _, block in plan.blocks.tolist()}
+        for group, blocks in plan.freed:
+            held = {block for (row, _), block in self.tables[group].items() if row in self.rows}
+            stray = [b for b in blocks.tolist() if b in held and (group, b) not in given]
+            assert not stray, f"group {group}: blocks {stray} are announced, and held by rows"
+
+    def lies_at(self, group: int, block: int) -> list[tuple[int, int]]:
+        """All groups' blocks that have bytes in common with this one, and itself."""
+        if not self.shared:
+            return [(group, block)]
+        first, end = block * self.groups[group].stride, (block + 1) * self.groups[group].stride
+        spans = ((number, range(first // g.stride, -(-end // g.stride))) for number, g in enumerate(self.groups))
+        return [(number, other) for number, span in spans for other in span]
+
+    def _claim(self, group: int, block: int, epoch: int) -> None:
+        """Before a write: the block is this writer's already (-1: it never is), or all that lay there was announced."""
+        if not self.announced or self.writers[group].get(block) == epoch != -1:
+            return
+        for number, other in self.lies_at(group, block):
+            stale = other in self.writers[number]
+            assert not stale, f"group {group} block {block}: reused before group {number} block {other} was announced"
+            self.forget(number, other)
+        self.writers[group][block] = epoch
+
+    def forget(self, group: int, block: int) -> None:
+        """A block's content is overwritten."""
+        self.writers[group].pop(block, None)
+        self.states[group].pop(block, None)
+        for offset in range(self.groups[group].block_tokens):
+            self.slots[group].pop((block, offset), None)
 
     def _run(self, plan: StepPlan) -> None:
         width = self.max_drafts + 1
@@ -214,6 +276,7 @@ class SimulatedRunner:
             prefix = POISON if poisoned else digest(parent, token)
             block = self.tables[number].get((row, position // size), 0)
             assert block, f"group {number}: no block to write position {position}"
+            self._claim(number, block, state["start"].epoch)
             self.slots[number][block, position % size] = prefix
         state["prefix"][position] = prefix
         return prefix
@@ -224,6 +287,7 @@ class SimulatedRunner:
         assert block, f"{where}: no block"
         found, want = self.slots[number].get((block, p % size)), state["prefix"].get(p)
         assert found is not None and found != LOADING, f"{where}: never written"
+        assert found != FREED, f"{where}: freed"
         if found == POISON:
             recent = self.failing or any(result.failure for result in self.results)
             assert recent, f"{where}: written by a step that failed long ago"
@@ -237,11 +301,13 @@ class SimulatedRunner:
                 continue
             block = self.tables[number][row, 0]
             state = POISON if failing else self.states[number][block]
+            assert state != FREED, f"group {number}, row {row}: its state was freed"
             for j, token in enumerate(ids, 1):
                 state = digest(state, token)
                 for export in plan.exports:
                     if export.group == number and export.index == index and export.offset == j:
                         assert j % group.checkpoint_alignment == 0, "an export between what the layer can export"
+                        self._claim(number, export.block, -1)
                         self.states[number][export.block] = state
             self.states[number][block] = state
             want = self.rows[row]["prefix"][begin + len(ids) - 1]
@@ -293,6 +359,8 @@ class SlowConnector:
         assert self.runner is not None
         assert request_id not in self.loads and blocks, "loaded twice, or nothing to fill"
         for group, _, block in blocks:
+            for number, other in self.runner.lies_at(group, block):
+                self.runner.forget(number, other)
             for offset in range(self.runner.groups[group].block_tokens):
                 self.runner.slots[group][block, offset] = LOADING
         left = int(self.random.integers(self.polls + 1))
@@ -312,7 +380,9 @@ class SlowConnector:
         arrivals = [self._arrive(number) for number in self._due(self.loads)]
         released = self._due(self.reads)
         for number in released:
-            self.reads.pop(number)
+            for (group, block), seen in self.reads.pop(number)["seen"].items():
+                now = {k: v for k, v in self.runner.slots[group].items() if k[0] == block}
+                assert seen == now, "changed while it was read"
         return ConnectorEvents(arrivals=tuple(arrivals), released=tuple(released))
 
     def _due(self, table: dict[int, dict]) -> list[int]:
@@ -353,6 +423,7 @@ def make(
     max_tokens: int = 96,
     connector: object = None,
     policy: object = None,
+    announce_freed: bool = True,
     **config: object,
 ) -> tuple[Scheduler, CacheManager]:
     settings = {
@@ -364,7 +435,8 @@ def make(
     }
     needs = [GroupNeed(**group) for group in groups]
     plan = plan_cache(needs, budget, shared=shared, max_tokens=max_tokens, chunk=settings["max_num_batched_tokens"])
-    manager = CacheManager(plan, max_rows=settings["max_num_seqs"], max_tokens=max_tokens, unit=unit)
+    sizes = {"max_rows": settings["max_num_seqs"], "max_tokens": max_tokens, "unit": unit}
+    manager = CacheManager(plan, **sizes, announce_freed=announce_freed)
     extra = {"policy": policy} if policy else {}
     return Scheduler(SchedulerConfig(**settings), manager, connector=connector, **extra), manager
 
