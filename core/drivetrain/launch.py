@@ -183,7 +183,9 @@ def make_loop(config: EngineConfig, described: Described, executor: Executor, me
     sizes = {group.block_tokens for group in memory.cache.groups if group.kind != "recurrent"}
     unit = DEFAULT_UNIT if all(s % DEFAULT_UNIT == 0 or DEFAULT_UNIT % s == 0 for s in sizes) else max(sizes)
     longest = memory.max_model_len
-    manager = CacheManager(memory.cache, max_rows=limits.rows, max_tokens=longest, unit=unit)
+    manager = CacheManager(
+        memory.cache, max_rows=limits.rows, max_tokens=longest, unit=unit, announce_freed=executor.recycles
+    )
     fixed = -(-min(FIXED_CHUNK, limits.tokens) // manager.granule) * manager.granule if config.deterministic else 0
     scheduler = Scheduler(
         SchedulerConfig(

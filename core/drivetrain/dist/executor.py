@@ -14,6 +14,10 @@ class Executor(Protocol):
     def depth(self) -> int:
         """Plans that may be in flight at once."""
 
+    @property
+    def recycles(self) -> bool:
+        """Whether any of its caches wants plans to name the blocks that became void."""
+
     def forward(self, plan: StepPlan) -> None:
         """Submit a plan. Never waits for the device; what fails comes back as the plan's result."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from drivetrain.errors import ConfigError
+from drivetrain.runner.caches import recycles
 
 if TYPE_CHECKING:
     from drivetrain.models.step import Carry
@@ -36,6 +37,11 @@ class InlineExecutor:
     def depth(self) -> int:
         """Plans that may be in flight at once."""
         return self.runner.config.depth
+
+    @property
+    def recycles(self) -> bool:
+        """Whether any cache wants to know which blocks are void."""
+        return recycles(self.runner.caches)
 
 
 @dataclass(slots=True)
@@ -81,6 +87,11 @@ class StagedExecutor:
     def depth(self) -> int:
         """Plans that may be in flight at once; stages + 1 keeps every stage busy."""
         return self._depth
+
+    @property
+    def recycles(self) -> bool:
+        """Whether any stage's cache wants to know which blocks are void."""
+        return any(recycles(stage.caches) for stage in self._stages)
 
     def forward(self, plan: StepPlan) -> None:
         """Enter a plan into the pipeline and advance it by one beat."""

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from drivetrain_api.v1 import BlockRecycler, torch_dtype
+
 if TYPE_CHECKING:
+    import torch
+
     from drivetrain.cache.sizing import CachePlan
     from drivetrain.models.decoder import Decoder
     from drivetrain.runner.forward import GroupPlace
+    from drivetrain.runner.staging import Pack
     from drivetrain.sched.plan import StepPlan
     from drivetrain_api.v1 import Backend, CacheHandle, DeviceRuntime
 
@@ -18,8 +23,8 @@ if TYPE_CHECKING:
 def allocate_caches(
     backend: Backend, decoder: Decoder, plan: CachePlan, group_ids: Sequence[int] | None = None
 ) -> tuple[CacheHandle | None, ...]:
-    """Allocate the device memory of every layer's cache, zeroed: one handle a layer, None for layers without
-    one.
+    """Allocate the device memory of every layer's cache: one handle a layer, None for layers without one. What lies
+    in it at first is up to the storage; nothing reads a slot that was not written.
 
     ``plan.shared``: all layers are views of one pool. Otherwise, and for a decoder that holds only some
     layers of the model (``group_ids``: the plan's group of each of its groups), each layer gets an arena of
@@ -37,6 +42,35 @@ def allocate_caches(
             else:
                 caches[layer] = backend.storage.allocate(group.layout, sized.num_blocks)
     return tuple(caches)
+
+
+def recycles(caches: Sequence[CacheHandle | None]) -> bool:
+    """Return whether any cache wants to know which blocks are void."""
+    return any(isinstance(cache, BlockRecycler) for cache in caches)
+
+
+def pack_freed(plan: StepPlan, places: Sequence[GroupPlace], chunk: int, pack: Pack) -> None:
+    """Add the plan's freed blocks to the step's upload, in pieces as for ``change_blocks``."""
+    for g, place in enumerate(places if plan.freed else ()):
+        for group, blocks in plan.freed:
+            if group == place.plan_group:
+                for number, piece in enumerate(_pieces(blocks.reshape(-1, 1), chunk)):
+                    pack.add(f"freed{g}.{number}", piece[:, 0])
+
+
+def announce_freed(
+    caches: Sequence[CacheHandle | None], places: Sequence[GroupPlace], plan: StepPlan, views: dict[str, torch.Tensor]
+) -> None:
+    """Queue the news of freed blocks to every cache that wants to know, before all else that the plan does."""
+    for g, place in enumerate(places if plan.freed else ()):
+        handles = [cache for layer in place.layers if (cache := caches[layer]) is not None]
+        number = 0
+        while handles and (piece := views.get(f"freed{g}.{number}")) is not None:
+            blocks = piece.to(torch_dtype(handles[0].layout.slot_dtype))
+            for cache in handles:
+                if isinstance(cache, BlockRecycler):
+                    cache.freed(blocks)
+            number += 1
 
 
 def change_blocks(

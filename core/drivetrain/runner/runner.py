@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +17,11 @@ import torch
 
 from drivetrain.errors import ConfigError, StepError
 from drivetrain.runner.batch import BatchArrays, BatchBuilder
-from drivetrain.runner.caches import change_blocks
+from drivetrain.runner.caches import announce_freed, change_blocks, pack_freed
+from drivetrain.runner.flight import InFlight
 from drivetrain.runner.forward import ForwardPass
 from drivetrain.runner.graphs import decode_graphs
-from drivetrain.runner.pooling import Pooled, Pooler
+from drivetrain.runner.pooling import Pooler
 from drivetrain.runner.results import assemble, failed
 from drivetrain.runner.rows import LOGPROBS, POOLING, RowTables
 from drivetrain.runner.sampler import RowUpdate, Sampler, SampleSet, late_mask
@@ -34,29 +34,9 @@ if TYPE_CHECKING:
     from drivetrain.models.step import Carry
     from drivetrain.ops import Ops
     from drivetrain.runner.drafter import Drafter
-    from drivetrain_api.v1 import Backend, CacheHandle, Event, HostCopy, Prepared
+    from drivetrain_api.v1 import Backend, CacheHandle, Prepared
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A plan between ``forward`` and ``poll``. ``late``: its late rows, until they have been sampled."""
-
-    plan: StepPlan
-    parts: list[SampleSet] = field(default_factory=list)
-    early: SampleSet | None = None
-    late: SampleSet | None = None
-    pooled: list[Pooled] = field(default_factory=list)
-    pooled_copy: HostCopy | None = None
-    carry: Carry | None = None
-    lengths: torch.Tensor | None = None
-    graph: bool = False
-    facts: int = 0
-    done: Event | None = None
-    sampled: bool = False
-    failure: str = ""
-    failure_class: str = ""
 
 
 class Runner:
@@ -132,8 +112,7 @@ class Runner:
     def _forward(self, flight: InFlight, carry: Carry | None) -> None:
         plan = flight.plan
         self.tables.note(plan)
-        pack = Pack()
-        self.tables.pack(plan, self._group_ids, pack)
+        pack = self._changes(plan)
         try:
             captured = self.graphs.shape(plan) if self.config.first and self.config.last else None
             flight.graph = captured is not None
@@ -143,18 +122,28 @@ class Runner:
             self.passes.pack(plan, batch, pack)
             self._pack_samples(flight, pack)
         except Exception:
-            # What the plan changes in the rows holds for later plans, even if this one can't run.
-            changes = Pack()
-            self.tables.pack(plan, self._group_ids, changes)
-            self.tables.apply(changes.upload(self.ring, self.runtime))
+            self._apply(plan, self._changes(plan))
             raise
-        views = pack.upload(self.ring, self.runtime)
-        self.tables.apply(views)
+        views = self._apply(plan, pack)
         change_blocks(self.runtime, self.caches, self.passes.places, plan, self.tables.shape.chunk)
         if plan.num_rows == 0:
             return
         prepared, flight.lengths = self.passes.prepare(batch, views)
         self._layers(flight, batch, views, prepared, carry)
+
+    def _changes(self, plan: StepPlan) -> Pack:
+        """Begin an upload with what later plans rely on even if this one can't run: row changes, freed blocks."""
+        pack = Pack()
+        self.tables.pack(plan, self._group_ids, pack)
+        pack_freed(plan, self.passes.places, self.tables.shape.chunk, pack)
+        return pack
+
+    def _apply(self, plan: StepPlan, pack: Pack) -> dict[str, torch.Tensor]:
+        """Upload a pack and queue what ``_changes`` put into it; returns its views."""
+        views = pack.upload(self.ring, self.runtime)
+        announce_freed(self.caches, self.passes.places, plan, views)
+        self.tables.apply(views)
+        return views
 
     def _layers(
         self,
@@ -183,7 +172,7 @@ class Runner:
             flight.pooled = self._pooler.run(plan, batch, hidden)
             self._keep_hidden(flight, views, prepared, hidden)
             return
-        for prefix, part in self._sets(flight):
+        for prefix, part in flight.sets():
             part.adopt(prefix, views)
             if part.arrays.whole:
                 part.hidden = self.decoder.finish(carry)
@@ -195,7 +184,7 @@ class Runner:
     def _keep_hidden(
         self, flight: InFlight, views: dict[str, torch.Tensor], prepared: Prepared, hidden: torch.Tensor
     ) -> None:
-        for prefix, part in self._sets(flight):
+        for prefix, part in flight.sets():
             part.adopt(prefix, views)
             self._keep(part, prepared, hidden.index_select(0, part.views["tokens"]))
 
@@ -204,11 +193,6 @@ class Runner:
         part.hidden = hidden
         part.positions = (prepared.positions.index_select(0, part.views["tokens"]) + 1).to(torch.int32)
         part.lengths = prepared.lengths.index_select(0, part.views["batch_rows"]).to(torch.int32)
-
-    @staticmethod
-    def _sets(flight: InFlight) -> list[tuple[str, SampleSet]]:
-        named = (("early.", flight.early), ("late.", flight.late))
-        return [(prefix, part) for prefix, part in named if part is not None]
 
     def _choose_samples(self, flight: InFlight, batch: BatchArrays) -> None:
         """Split the sampling rows into early and late ones; rows that pool draw nothing."""
@@ -246,7 +230,7 @@ class Runner:
         )
 
     def _pack_samples(self, flight: InFlight, pack: Pack) -> None:
-        for prefix, part in self._sets(flight):
+        for prefix, part in flight.sets():
             part.pack(prefix, pack)
 
     def capture(self, plan: StepPlan) -> None:
@@ -348,7 +332,7 @@ class Runner:
         if not self._flights:
             return None
         flight = self._flights[0]
-        if not flight.failure and not (self._complete(flight) and (wait or self._ready(flight))):
+        if not flight.failure and not (self._complete(flight) and (wait or flight.ready())):
             return None
         self._flights.popleft()
         if not flight.failure:
@@ -363,12 +347,6 @@ class Runner:
         if not self.config.last:
             return True
         return flight.sampled and (late is None or late.copy is not None or not self._alive(late).any())
-
-    @staticmethod
-    def _ready(flight: InFlight) -> bool:
-        copies = [part.copy for part in flight.parts] + [flight.pooled_copy]
-        done = flight.done is None or flight.done.done()
-        return done and all(copy is None or copy.ready() for copy in copies)
 
     def _result(self, flight: InFlight) -> StepResult:
         with self.runtime.activate(), torch.no_grad():

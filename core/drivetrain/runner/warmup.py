@@ -169,8 +169,8 @@ def reachable(policy: ShapePolicy, limits: StepLimits) -> list[tuple[int, int]]:
 
 
 def changes_plan(runner: Runner) -> StepPlan:
-    """Return a step of one token with a start, a block change, and for recurrent groups a zeroed block, a
-    copy and an export; all of them of the padding row and the null block."""
+    """Return a step of one token with a start, a block change, in all groups a freed block, a zeroed one and a
+    copy, and for recurrent groups an export; all of them of the padding row and the null block."""
     row = runner.tables.padding_row
     start = RowStart(
         row=row,
@@ -190,6 +190,7 @@ def changes_plan(runner: Runner) -> StepPlan:
         decode_plan(runner, 1, 1),
         starts=(start,),
         blocks=np.array([(row, group, 0, 0) for group in groups[:1]], np.int32).reshape(-1, 4),
+        freed=tuple((group, np.zeros(1, np.int32)) for group in groups),
         zeroed=tuple((group, 0) for group in groups),
         copies=tuple(BlockCopy(group=group, source=0, target=0) for group in groups),
         exports=tuple(StateExport(group=group, index=0, offset=0, block=0) for group in states),

@@ -106,16 +106,17 @@ class MirageCache:
         self._owner.launch(_write, (raw, (self._slots, restarts), self.arenas, tuple(raws)), None)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        ids = self._ids(source, "block ids"), self._ids(target, "block ids")
+        ids = self._watched("a copy of blocks", source), self._ids(target, "block ids")
         self._owner.launch(_copy, (*ids, self.arenas), None)
 
     def zero_blocks(self, blocks: torch.Tensor) -> None:
-        self._owner.launch(_fill, (self._ids(blocks, "block ids"), self.arenas, False), None)
+        self._owner.launch(_fill, (self._watched("zeros in blocks", blocks), self.arenas, False), None)
 
     def freed(self, blocks: torch.Tensor) -> None:
         """Fill blocks [n] with garbage, in the stream's order: nobody owns them any more. Block 0 may be named."""
+        ids = self._watched("garbage in freed blocks", blocks)
         if self._owner.options.poison_freed:
-            self._owner.launch(_fill, (self._ids(blocks, "block ids"), self.arenas, True), None)
+            self._owner.launch(_fill, (ids, self.arenas, True), None)
 
     def export_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         raw = self._ids(blocks, "block ids")
@@ -128,6 +129,13 @@ class MirageCache:
         if tuple(data.shape) != (raw.shape[0], self.layout.bytes_per_block):
             raise ValueError(f"data {tuple(data.shape)} for {raw.shape[0]} blocks of {self.layout.bytes_per_block}")
         self._owner.launch(_import, (raw, self.arenas, on_device(data, "block data").raw), None)
+
+    def _watched(self, what: str, blocks: torch.Tensor) -> torch.Tensor:
+        """As ``_ids``; how many there are is a shape like any other."""
+        ids = self._ids(blocks, "block ids")
+        if self._owner.watch is not None:
+            self._owner.watch((what, len(ids)))
+        return ids
 
     def _ids(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         wrapped: MirageTensor = on_device(tensor, what)
