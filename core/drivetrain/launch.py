@@ -7,7 +7,7 @@ Everything after it runs in the process that owns the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from drivetrain.config import EngineConfig
@@ -100,7 +100,7 @@ def describe(config: EngineConfig, choice: Choice) -> Described:
 
     source = resolve(config.model, config.revision)
     dtype = _dtype(config, backend, source)
-    spec = read_spec(source.config, dtype)
+    spec = replace(read_spec(source.config, dtype), activations=_activations(backend, dtype))
     sizes = backend.storage.block_tokens
     block_tokens = config.block_size or sizes[0]
     if block_tokens not in sizes:
@@ -132,6 +132,17 @@ def _dtype(config: EngineConfig, backend: Backend, source: ModelSource) -> str:
     if config.dtype not in able:
         raise DeviceError(f"--dtype {config.dtype}: this backend runs {', '.join(able)}", fix=f"--dtype {able[0]}")
     return config.dtype
+
+
+def _activations(backend: Backend, dtype: str) -> str:
+    """What the backend wants between ops; empty for the model's own dtype. DeviceError for a name it can't mean."""
+    wanted = backend.capabilities.activation_dtypes.get(dtype, "")
+    if wanted not in ("", "float32", "bfloat16", "float16"):
+        raise DeviceError(
+            f"this backend wants {wanted} activations in {dtype} models",
+            fix="its capabilities must name float32, bfloat16 or float16",
+        )
+    return "" if wanted == dtype else wanted
 
 
 def _validate(config: EngineConfig, choice: Choice, backend: Backend, dtype: str, block_tokens: int) -> None:

@@ -39,9 +39,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("rule", FAULTS)
-@pytest.mark.parametrize(
-    "package", ["core/drivetrain", "plugins/api/drivetrain_api", "backends/cpu/drivetrain_cpu"]
-)
+@pytest.mark.parametrize("package", ["core/drivetrain", "plugins/api/drivetrain_api", "backends/cpu/drivetrain_cpu"])
 def test_ruff_finds_the_planted_fault(root, rule, package):
     assert rule in ruff(root, f"{package}/planted.py", FAULTS[rule])
 

@@ -20,6 +20,7 @@ from drivetrain_api.v1 import AttentionBatch, AttentionSpec, AttentionTraits, Ca
 
 from .attention_plan import HostPlan, Piece, Planner, Row, Span
 from .attention_tiles import attend_each_query, attend_tiles
+from .threads import Threads
 
 SCORE_BYTES = 8 << 20
 NEVER = float("-inf")
@@ -31,8 +32,8 @@ class HostAttention:
 
     traits = AttentionTraits(lengths="device", row_order="any", graph="never", workspace_bytes=SCORE_BYTES * 3)
 
-    def __init__(self, spec: AttentionSpec, *, invariant: bool = False) -> None:
-        self._spec = spec
+    def __init__(self, spec: AttentionSpec, threads: Threads, *, invariant: bool = False) -> None:
+        self._spec, self._threads = spec, threads
         self._planner = Planner(spec, invariant=invariant)
         self._groups = spec.num_heads // spec.num_kv_heads
         self._span = partial(attend_each_query, spec, self._planner) if invariant else self._many
@@ -44,6 +45,10 @@ class HostAttention:
     def write(self, cache: CacheHandle, k: torch.Tensor, v: torch.Tensor, plan: HostPlan) -> None:
         """Store k and v at the plan's slots."""
         parts = _parts(cache)
+        if plan.place is not None:
+            parts[0][plan.place].copy_(k[0])
+            parts[1][plan.place].copy_(v[0])
+            return
         parts[0][plan.block, plan.offset] = k.to(parts[0].dtype)
         parts[1][plan.block, plan.offset] = v.to(parts[1].dtype)
 
@@ -51,10 +56,19 @@ class HostAttention:
         self, q: torch.Tensor, cache: CacheHandle, plan: HostPlan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """q [T, H, D] -> [T, H, Dv]."""
-        spec, parts = self._spec, _parts(cache)
+        self._threads.take(plan.seconds)
+        try:
+            return self._forward(q, _parts(cache), plan, sinks)
+        finally:
+            self._threads.give_back()
+
+    def _forward(self, q: torch.Tensor, parts: Parts, plan: HostPlan, sinks: torch.Tensor | None) -> torch.Tensor:
+        spec = self._spec
+        if plan.place is not None and len(plan.rows) == 1:
+            return self._row(q, parts, plan.rows[0], sinks_of(spec, sinks)).to(q.dtype)
         shape = (q.shape[0], spec.num_heads, spec.v_head_dim)
         out = q.new_empty(shape) if plan.covered else q.new_zeros(shape)
-        sink = None if sinks is None else sinks.to(torch.float32).view(spec.num_kv_heads, self._groups)
+        sink = sinks_of(spec, sinks)
         for tiles in plan.tiles:
             count = tiles.entries * tiles.queries
             result = attend_tiles(spec, q[:count] if tiles.tokens is None else q[tiles.tokens], parts, tiles, sink)
@@ -73,7 +87,7 @@ class HostAttention:
     def _fold(self, q: torch.Tensor) -> torch.Tensor:
         """q [n, H, D] -> [K, G n, D] float32, scaled."""
         spec, n = self._spec, q.shape[0]
-        scaled = q.to(torch.float32) * spec.scale
+        scaled = q * spec.scale if q.dtype == torch.float32 else q.to(torch.float32) * spec.scale
         if n == 1:
             return scaled.view(spec.num_kv_heads, self._groups, spec.head_dim)
         split = scaled.view(n, spec.num_kv_heads, self._groups, spec.head_dim)
@@ -135,15 +149,19 @@ class HostAttention:
         return out
 
 
+def sinks_of(spec: AttentionSpec, sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """sinks [H] -> [K, G] float32."""
+    return None if sinks is None else sinks.to(torch.float32).view(spec.num_kv_heads, -1)
+
+
 def gather(part: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return the piece's slots as [K, L, size] float32, contiguous."""
+    """Return the piece's slots as [K, L, size] float32, laid out slot by slot."""
     if piece.run is None:
-        rows = part.index_select(0, piece.blocks).flatten(0, 1)[piece.first : piece.end]
+        blocks = part.index_select(0, piece.blocks)
     else:
-        blocks = part[piece.run : piece.run + len(piece.blocks)].permute(2, 0, 1, 3)
-        wide = blocks.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-        return wide.flatten(1, 2)[:, piece.first : piece.end]
-    return rows.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+        blocks = part[piece.run : piece.run + len(piece.blocks)]
+    wide = blocks if blocks.dtype == torch.float32 else blocks.to(torch.float32)
+    return wide.flatten(0, 1)[piece.first : piece.end].transpose(0, 1)
 
 
 def _parts(cache: CacheHandle) -> Parts:

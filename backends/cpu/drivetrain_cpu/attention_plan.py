@@ -11,6 +11,8 @@ import torch
 
 from drivetrain_api.v1 import AttentionBatch, AttentionSpec
 
+from .threads import work_seconds
+
 TILE = 64
 FEW_QUERIES = 8
 SHORT_KEYS = 512
@@ -97,9 +99,11 @@ class HostPlan:
 
     block: torch.Tensor  # [T] where each token's own k and v go
     offset: torch.Tensor  # [T]
+    place: tuple[int, int] | None  # the same of a step of one token
     tiles: tuple[Tiles, ...]
     rows: tuple[Row, ...]
     spans: tuple[Span, ...]
+    seconds: float  # about what one thread takes for it
     covered: bool  # every token of the step is in a tile, a row or a span
 
 
@@ -131,20 +135,23 @@ class Planner:
         few = used & (queries <= FEW_QUERIES)
         tiles: list[Tiles] = []
         rows: list[Row] = []
-        for n in np.unique(queries[few]):
+        for n in sorted(set(queries[few].tolist())):
             same = np.flatnonzero(few & (queries == n))
-            if self._invariant or (len(same) > 2 and self._keys(host.lengths[same], int(n)) <= SHORT_KEYS):
-                tiles.append(self._tiles(same, int(n), host))
+            if self._invariant or (len(same) > 2 and self._keys(host.lengths[same], n) <= SHORT_KEYS):
+                tiles.append(self._tiles(same, n, host))
             else:
-                rows.extend(self._row(int(row), int(n), host) for row in same)
+                rows.extend(self._row(int(row), n, host) for row in same)
         spans = [self._span(int(row), host) for row in np.flatnonzero(used & ~few)]
         slots = batch.slots_dev
+        alone = len(slots) == 1
         return HostPlan(
+            place=divmod(int(slots[0]), self.size) if alone else None,
             block=slots // self.size,
             offset=slots % self.size,
             tiles=tuple(tiles),
             rows=tuple(rows),
             spans=tuple(spans),
+            seconds=self._seconds(queries[used], host.lengths[used]),
             covered=bool(used[queries > 0].all()),
         )
 
@@ -157,6 +164,14 @@ class Planner:
         """Return the mean number of keys that a row reads."""
         window = self._spec.window
         return float((lengths if window is None else np.minimum(lengths, window + n - 1)).mean())
+
+    def _seconds(self, queries: np.ndarray, lengths: np.ndarray) -> float:
+        """About one thread's time for the keys that the queries see, gathered and widened, and their products."""
+        spec, window = self._spec, self._spec.window
+        keys = lengths if window is None else np.minimum(lengths, window + queries - 1)
+        size = spec.head_dim + spec.v_head_dim
+        moved = 4.0 * spec.num_kv_heads * size * 4.0 * float(keys.sum())
+        return work_seconds(moved, 2.0 * spec.num_heads * size * float((keys * queries).sum()))
 
     def _low(self, position: Any) -> Any:
         """Return the first key position that a query at ``position`` sees."""

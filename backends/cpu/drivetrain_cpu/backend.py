@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
-
 from drivetrain_api.v1 import (
     Backend,
     Capabilities,
@@ -20,7 +18,7 @@ from drivetrain_api.v1 import (
 )
 
 from .ops import DTYPES, Providers
-from .threads import usable_cores
+from .threads import Threads, usable_cores
 
 BLOCK_TOKENS = (16, 32, 64, 128)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -31,14 +29,17 @@ HEAP_BYTES = 32 << 20
 def open_backend(view: ConfigView) -> Backend:
     """Set this process's threads and heap, then compose the backend."""
     asked = view.num_threads or int(view.options.get("num_threads") or 0)
-    torch.set_num_threads(asked if asked > 0 else usable_cores())
+    threads = Threads(asked if asked > 0 else usable_cores())
     keep_heap()
-    runtime = torch_runtime("cpu")
-    providers = Providers(deterministic=view.deterministic, linear=str(view.options.get("linear") or "auto"))
+    runtime = torch_runtime("cpu", during=threads.working)
+    providers = Providers(
+        deterministic=view.deterministic, linear=str(view.options.get("linear") or "auto"), threads=threads
+    )
     return ComposedBackend(
         capabilities=Capabilities(
             model_dtypes=("bfloat16", "float32"),
             cache_dtypes=DTYPES,
+            activation_dtypes={"bfloat16": "float32"},  # all sums are float32 here: rounding each costs time and digits
             default_depth=1,
             deterministic=True,
             shared_host_memory=True,

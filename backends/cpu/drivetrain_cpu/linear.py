@@ -16,12 +16,15 @@ from torch.nn import functional
 
 from drivetrain_api.v1 import LinearSpec, Packed, dtype_bytes, torch_dtype
 
-PIECE_BYTES = 128 << 20
+from .threads import Threads, work_seconds
+
+PIECE_BYTES = 768 << 20
 HALF_ROWS, HALF_COLUMNS = 512, 16
 
 
 class Kernel(Protocol):
-    """Multiplies rows by packed weights."""
+    """Multiplies rows by packed weights. ``multiply`` takes rows of the activations' dtype and gives the same, or
+    float32 for logits."""
 
     @property
     def name(self) -> str:
@@ -60,7 +63,7 @@ class Plain:
         return weight
 
     def multiply(self, x: torch.Tensor, data: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(x, data, bias)
+        return functional.linear(x.to(data.dtype), data, bias).to(x.dtype)
 
 
 class OneDnn:
@@ -82,8 +85,8 @@ class OneDnn:
         return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._rows_hint)
 
     def multiply(self, x: torch.Tensor, data: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, data, bias, "none", [], "")
-        return out
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.to(data.dtype), data, bias, "none", [], "")
+        return out.to(x.dtype)
 
 
 class Half:
@@ -100,6 +103,7 @@ class Half:
     def __init__(self, wide: bool = False) -> None:
         """``wide``: results stay float32, for logits, which a rounding to bfloat16 would move by up to 2^-9."""
         self._wide = wide
+        self._product = torch.ops.quantized.linear_dynamic_fp16.default
 
     def nbytes(self, out_features: int, in_features: int, dtype: str) -> int:
         inner = -(-in_features // HALF_ROWS) * HALF_ROWS
@@ -121,12 +125,16 @@ class Half:
         return [torch.ops.quantized.linear_prepack_fp16(p.to(torch.float32).contiguous(), None) for p in pieces]
 
     def multiply(self, x: torch.Tensor, data: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        x32 = x.to(torch.float32)
-        parts = [torch.ops.quantized.linear_dynamic_fp16(x32, piece) for piece in data]
-        out: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        narrow = x.dtype != torch.float32
+        x32 = x.to(torch.float32) if narrow else x
+        out: torch.Tensor
+        if len(data) == 1:
+            out = self._product(x32, data[0])
+        else:
+            out = torch.cat([self._product(x32, piece) for piece in data], -1)
         if bias is not None:
             out += bias
-        return out if self._wide else out.to(x.dtype)
+        return out.to(x.dtype) if narrow and not self._wide else out
 
 
 def _pieces(out_features: int, in_features: int) -> list[int]:
@@ -158,8 +166,10 @@ class RowRule:
 class HostLinear:
     """A ``Linear``: a kernel, a spec, and the rows it is given."""
 
-    def __init__(self, spec: LinearSpec, kernel: Kernel, rule: RowRule) -> None:
-        self._spec, self._kernel, self._rule = spec, kernel, rule
+    def __init__(self, spec: LinearSpec, kernel: Kernel, rule: RowRule, threads: Threads) -> None:
+        self._spec, self._kernel, self._rule, self._threads = spec, kernel, rule, threads
+        self._bytes = float(spec.in_features * spec.out_features * dtype_bytes(spec.dtype))
+        self._operations = 2.0 * spec.in_features * spec.out_features
 
     def packed_bytes(self, spec: LinearSpec) -> int:
         """Exact, before loading. May reorder a weight of that shape once to know."""
@@ -184,6 +194,13 @@ class HostLinear:
         rows = x.shape[0]
         if rows == 0:
             return x.new_empty((0, self._spec.out_features))
+        self._threads.take(work_seconds(self._bytes, rows * self._operations))
+        try:
+            return self._apply(x, rows, data, bias)
+        finally:
+            self._threads.give_back()
+
+    def _apply(self, x: torch.Tensor, rows: int, data: Any, bias: torch.Tensor | None) -> torch.Tensor:
         missing = -rows % self._rule.multiple
         if missing:
             x = functional.pad(x, (0, 0, 0, missing))

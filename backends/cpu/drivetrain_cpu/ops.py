@@ -24,8 +24,9 @@ from drivetrain_api.v1 import (
 from .attention import HostAttention
 from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
-from .pointwise import InvariantGated, RmsNorm, Rope, make_add_rms
+from .pointwise import Gated, InvariantGated, RmsNorm, Rope, make_add_rms
 from .prepare import Prepare
+from .threads import Threads
 
 DTYPES = ("float32", "bfloat16")
 INVARIANT = OpTraits(batch_invariant=True)
@@ -33,10 +34,11 @@ INVARIANT = OpTraits(batch_invariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Providers:
-    """Answers ``Backend.provide``. ``linear``: the kernel asked for, or auto."""
+    """Answers ``Backend.provide``. ``linear``: the kernel asked for, or auto. ``threads``: where ops take theirs."""
 
     deterministic: bool
     linear: str
+    threads: Threads
 
     def provide(self, spec: OpSpec) -> Provided | Decline:
         """Return this backend's implementation of a spec, or say why there is none."""
@@ -58,7 +60,7 @@ def _linear(own: Providers, spec: Any) -> Provided | Decline:
     rule = choice.invariant if own.deterministic else RowRule()
     label = f"native: {choice.kernel.name}" + (f" ({choice.why})" if choice.why else "")
     return Provided(
-        implementation=HostLinear(spec, choice.kernel, rule),
+        implementation=HostLinear(spec, choice.kernel, rule, own.threads),
         label=label,
         traits=OpTraits(batch_invariant=own.deterministic),
     )
@@ -70,7 +72,7 @@ def _attention(own: Providers, spec: Any) -> Provided | Decline:
     if not spec.layout.strided or any(part.dtype not in DTYPES for part in spec.layout.spec.parts):
         return Decline(reason="only strided caches of float32 and bfloat16")
     return Provided(
-        implementation=HostAttention(spec, invariant=own.deterministic),
+        implementation=HostAttention(spec, own.threads, invariant=own.deterministic),
         label="native: tiles of keys, heads folded",
         traits=OpTraits(batch_invariant=own.deterministic),
     )
@@ -86,7 +88,7 @@ def _add_rms(own: Providers, spec: Any) -> Provided | Decline:
 
 def _gated(own: Providers, spec: Any) -> Provided | Decline:
     if not own.deterministic:
-        return Decline(reason="the reference is as fast here")
+        return Provided(implementation=Gated(spec), label="native: multiplied in place", traits=OpTraits())
     return Provided(implementation=InvariantGated(spec), label="native: rows at fixed lanes", traits=INVARIANT)
 
 
@@ -97,11 +99,11 @@ def _rope(own: Providers, spec: Any) -> Provided | Decline:
 
 
 def _draw(own: Providers, spec: Any) -> Provided | Decline:
-    return Provided(implementation=Draw(spec), label="native: noise for candidates only", traits=INVARIANT)
+    return Provided(implementation=Draw(spec, own.threads), label="native: noise for candidates only", traits=INVARIANT)
 
 
 def _prepare(own: Providers, spec: Any) -> Provided | Decline:
-    return Provided(implementation=Prepare(spec), label="native: host arrays", traits=INVARIANT)
+    return Provided(implementation=Prepare(spec, own.threads), label="native: host arrays", traits=INVARIANT)
 
 
 MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {

@@ -42,21 +42,24 @@ class ScaledWeights:
 
 
 class RmsNorm:
-    """norm.rms/1: x times rsqrt(|x|^2 / size + eps), in five calls."""
+    """norm.rms/1: x times rsqrt(|x|^2 / size + eps), in four calls and the conversions that the dtypes need."""
 
     def __init__(self, spec: RmsNormSpec | AddRmsNormSpec) -> None:
         self._inverse_size, self._eps = 1.0 / spec.size, torch.tensor([spec.eps], dtype=torch.float32)
-        self._early, self._offset = spec.round_before_weight, spec.offset
+        self._narrow = spec.dtype != "float32"
+        self._early, self._offset = spec.round_before_weight and self._narrow, spec.offset
         self._weights = ScaledWeights(spec.offset)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [..., size], weight [size] -> [..., size] of the weight's dtype."""
-        wide = x.to(torch.float32)
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        normed = wide * torch.addcmul(self._eps, length, length, value=self._inverse_size).rsqrt_()
-        if self._early and weight.dtype != torch.float32:
+        """x [..., size], weight [size] or [N, size] -> [..., size] of the weight's dtype."""
+        if self._narrow:
+            x = x.to(torch.float32)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        normed = x * torch.addcmul(self._eps, length, length, value=self._inverse_size).rsqrt_()
+        if self._early:
             return normed.to(weight.dtype) * (weight + self._offset if self._offset else weight)
-        return normed.mul_(self._weights.get(weight)).to(weight.dtype)
+        normed.mul_(self._weights.get(weight))
+        return normed.to(weight.dtype) if self._narrow else normed
 
 
 def make_add_rms(spec: AddRmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]:
@@ -68,6 +71,19 @@ def make_add_rms(spec: AddRmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor, 
         return norm(total, weight), total
 
     return add_rms
+
+
+class Gated:
+    """activation.gated/1 in three calls."""
+
+    def __init__(self, spec: GatedActivationSpec) -> None:
+        self._sizes = (spec.size, spec.size)
+        self._activation = ACTIVATIONS[spec.kind]
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [T, 2 * size] -> [T, size]."""
+        gate, up = gate_up.split_with_sizes(self._sizes, -1)
+        return self._activation(gate).mul_(up)
 
 
 class InvariantGated:
@@ -91,32 +107,32 @@ class InvariantGated:
 
 
 class Rope:
-    """rope.apply/1 for halves: x cos + swap(x) signed-sin, the tables laid out once a step.
+    """rope.apply/1 for halves: x cos + (x with its halves exchanged) signed-sin, the tables laid out once a step.
 
     Layers of a step pass the same cos and sin objects; the last pair's tables are kept.
     """
 
     def __init__(self, spec: RopeSpec) -> None:
         self._dim, self._head = spec.rotary_dim, spec.head_dim
+        self._narrow = spec.dtype != "float32"
         self._last: tuple[torch.Tensor, torch.Tensor, int, Pair] | None = None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
-        """q [T, H, D], k [T, K, D], cos and sin [T, rotary_dim / 2]."""
-        tables = self._tables(cos, sin)
-        return self._turn(q, *tables), self._turn(k, *tables)
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [T, N, D], cos and sin [T, rotary_dim / 2] -> [T, N, D]."""
+        wide_cos, signed = self._tables(cos, sin)
+        part = x if self._dim == self._head else x[..., : self._dim]
+        if self._narrow:
+            part = part.to(torch.float32)
+        turned = (part * wide_cos).addcmul_(part.roll(self._dim // 2, -1), signed)
+        if self._narrow:
+            turned = turned.to(x.dtype)
+        return turned if self._dim == self._head else torch.cat((turned, x[..., self._dim :]), dim=-1)
 
     def _tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
         last = self._last
         written = cos._version + sin._version
         if last is not None and last[0] is cos and last[1] is sin and last[2] == written:
             return last[3]
-        wide_cos = cos[:, None, None]
-        signed = torch.stack((-sin, sin), dim=1).unsqueeze(1)  # [T, 1, 2, rotary_dim / 2]
-        self._last = (cos, sin, written, (wide_cos, signed))
-        return wide_cos, signed
-
-    def _turn(self, x: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
-        part = x if self._dim == self._head else x[..., : self._dim]
-        pairs = part.to(torch.float32).unflatten(-1, (2, self._dim // 2))
-        turned = (pairs * cos).addcmul_(pairs.flip(-2), signed).flatten(-2).to(x.dtype)
-        return turned if self._dim == self._head else torch.cat((turned, x[..., self._dim :]), dim=-1)
+        tables = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)  # [T, 1, rotary_dim]
+        self._last = (cos, sin, written, tables)
+        return tables

@@ -7,17 +7,21 @@ import torch
 
 from drivetrain_api.v1 import Prepared, PrepareInputs, PrepareSpec
 
+from .threads import Threads
+
 
 class Prepare:
-    """One spec's preparation. Same values as the reference, all of the slot dtype."""
+    """One spec's preparation. Same values as the reference, all of the slot dtype. A step's threads begin here."""
 
-    def __init__(self, spec: PrepareSpec) -> None:
+    def __init__(self, spec: PrepareSpec, threads: Threads) -> None:
+        self._threads = threads
         self._dtype = np.dtype(spec.dtype)
         self._block_tokens = spec.block_tokens
 
     def __call__(self, inputs: PrepareInputs, widths: tuple[int, ...]) -> Prepared:
         """Compute ids, positions, lengths, tables and slots."""
         dtype = self._dtype
+        self._threads.begin_step(len(inputs.token_row))
         rows, row, offset = inputs.rows.numpy(), inputs.token_row.numpy(), inputs.token_offset.numpy()
         start, num_new = inputs.start.numpy(), inputs.num_new.numpy()
         if len(row) == len(rows) and num_new.min() == 1 == num_new.max() and start.max() < 0:

@@ -34,6 +34,11 @@ class CacheGroup:
     attention: Any
 
 
+def _stream_dtype(spec: ModelSpec) -> str:
+    """Scaled embeddings keep their digits: they begin a residual stream that is float32 in models of small dtypes."""
+    return "float32" if spec.embed_scale != 1.0 and spec.dtype in ("bfloat16", "float16") else ""
+
+
 class Decoder:
     """A model, or the layers ``layers`` of it. Parameters are empty until ``build.load``.
 
@@ -107,7 +112,13 @@ class Decoder:
     def _bind_embedding(self, ops: Ops) -> tuple[Any, Weight]:
         spec = self.spec
         look_up = ops.bind(
-            EmbeddingSpec(dtype=spec.dtype, vocabulary=spec.vocabulary, size=spec.hidden, scale=spec.embed_scale)
+            EmbeddingSpec(
+                dtype=spec.dtype,
+                vocabulary=spec.vocabulary,
+                size=spec.hidden,
+                scale=spec.embed_scale,
+                activations=spec.activations or _stream_dtype(spec),
+            )
         )
         return look_up, Weight("embedding.weight", (spec.vocabulary, spec.hidden), spec.dtype)
 
@@ -141,6 +152,7 @@ class Decoder:
             out_features=spec.vocabulary,
             role="lm_head",
             tied=tied is not None,
+            activations=spec.activations,
         )
         path = "embedding.weight" if spec.tied else "lm_head.weight"
         return Projection(linear, ops.bind(linear), () if tied is not None else ((path,),), tied)

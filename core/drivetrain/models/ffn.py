@@ -30,7 +30,7 @@ class GatedFeedForward:
     def __init__(self, spec: GatedMlp, context: PartContext) -> None:
         self._gate_up = context.projection(("gate", "up"), "gate_up")
         self._activate = context.ops.bind(
-            GatedActivationSpec(dtype=context.spec.dtype, size=spec.intermediate, kind=spec.activation)
+            GatedActivationSpec(dtype=context.spec.activation_dtype, size=spec.intermediate, kind=spec.activation)
         )
         self._down = context.projection(("down",), "down")
 

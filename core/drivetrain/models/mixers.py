@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from drivetrain.models.norms import bind_norm
+from drivetrain.models.norms import bind_head_norm
 from drivetrain.models.parameters import PartContext
 from drivetrain.models.registry import Registry
 from drivetrain.models.spec import AttentionMixer
@@ -45,16 +45,11 @@ class Attention:
         model, ops = context.spec, context.ops
         self.cache_spec = attention_cache(spec, model.cache_dtype)
         self._spec = spec
-        self._heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self._equal_dims = spec.head_dim == spec.v_head_dim
-        self._widths = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.v_head_dim,
-        )
+        self._heads = (spec.num_heads, spec.num_kv_heads)
+        self._widths = (sum(self._heads) * spec.head_dim, spec.num_kv_heads * spec.v_head_dim)
         self._qkv = context.projection(("q", "k", "v"), "qkv")
-        self._q_norm = bind_norm(spec.q_norm, spec.head_dim, context, "q_norm.weight")
-        self._k_norm = bind_norm(spec.k_norm, spec.head_dim, context, "k_norm.weight")
+        heads = {"q_norm.weight": spec.num_heads, "k_norm.weight": spec.num_kv_heads}
+        self._head_norm = bind_head_norm(spec.head_norm, heads, spec.head_dim, context)
         self._sinks = context.weight("sinks") if spec.sinks else None
         self._out = context.projection(("out",), "attention_out")
         self._rope = -1 if spec.rope is None else spec.rope
@@ -65,7 +60,7 @@ class Attention:
     def _rope_spec(self, context: PartContext, rope: int) -> RopeSpec:
         table = context.spec.ropes[rope]
         return RopeSpec(
-            dtype=context.spec.dtype,
+            dtype=context.spec.activation_dtype,
             head_dim=self._spec.head_dim,
             rotary_dim=table.rotary_dim,
             style=table.style,
@@ -74,7 +69,7 @@ class Attention:
     def _attention_spec(self, context: PartContext) -> AttentionSpec:
         spec = self._spec
         return AttentionSpec(
-            dtype=context.spec.dtype,
+            dtype=context.spec.activation_dtype,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -91,33 +86,24 @@ class Attention:
         self._layer, self._group = layer, group
 
     def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
-        q, k, v = self._split(self._qkv(x))
-        if self._q_norm is not None:
-            q = self._q_norm(q)
-        if self._k_norm is not None:
-            k = self._k_norm(k)
+        qk, v = self._split(self._qkv(x))
+        if self._head_norm is not None:
+            qk = self._head_norm(qk)
         if self._rotate is not None:
             cos, sin = step.angles[self._rope]
-            q, k = self._rotate(q, k, cos, sin)
+            qk = self._rotate(qk, cos, sin)
+        q, k = qk.split_with_sizes(self._heads, 1)
         cache, plan = step.caches[self._layer], step.plans[self._group]
         assert cache is not None
         self.planner.write(cache, k, v, plan)
         sinks = None if self._sinks is None else self._sinks.value
         return self._out(self.planner.forward(q, cache, plan, sinks).flatten(1))
 
-    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, q + k + v] -> views [T, heads, dim] of each."""
-        spec = self._spec
-        if self._equal_dims:
-            q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split(self._heads, 1)
-            return q, k, v
-        q, k, v = qkv.split(self._widths, 1)
-        heads = self._heads
-        return (
-            q.unflatten(1, (heads[0], spec.head_dim)),
-            k.unflatten(1, (heads[1], spec.head_dim)),
-            v.unflatten(1, (heads[2], spec.v_head_dim)),
-        )
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, q + k + v] -> views of q and k together [T, H + K, D], and of v [T, K, Dv]."""
+        spec, tokens = self._spec, qkv.shape[0]
+        qk, v = qkv.split_with_sizes(self._widths, 1)
+        return qk.view(tokens, -1, spec.head_dim), v.view(tokens, -1, spec.v_head_dim)
 
 
 def attention_cache(spec: AttentionMixer, dtype: str) -> CacheSpec:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from drivetrain.models.parameters import PartContext, Weight
+from drivetrain.models.parameters import HeadWeights, PartContext, Weight
 from drivetrain.models.spec import RmsNorm
 from drivetrain_api.v1 import AddRmsNormSpec, RmsNormSpec
 
 
 class Norm:
-    """norm.rms with its weight: x [..., size] -> [..., size]."""
+    """norm.rms with its weight: x [..., size] -> [..., size]; with weights of heads, x [..., heads, size]."""
 
     __slots__ = ("_run", "weight")
 
-    def __init__(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], weight: Weight) -> None:
+    def __init__(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], weight: Weight | HeadWeights) -> None:
         self._run = run
         self.weight = weight
 
@@ -57,7 +57,7 @@ def bind_norm(norm: RmsNorm | None, size: int, context: PartContext, name: str) 
 def bind_join(norm: RmsNorm, size: int, context: PartContext, name: str) -> Join:
     """Bind addition and norm."""
     spec = AddRmsNormSpec(
-        dtype=context.spec.dtype,
+        dtype=context.spec.activation_dtype,
         size=size,
         eps=norm.eps,
         offset=norm.offset,
@@ -66,12 +66,26 @@ def bind_join(norm: RmsNorm, size: int, context: PartContext, name: str) -> Join
     return Join(context.ops.bind(spec), _norm(norm, size, context, name))
 
 
+def bind_head_norm(norm: RmsNorm | None, heads: Mapping[str, int], size: int, context: PartContext) -> Norm | None:
+    """Bind one norm over heads of several kinds, given as parameter name -> how many heads share that weight [size]."""
+    if norm is None:
+        return None
+    weight = HeadWeights(context.path, heads, size, context.spec.activation_dtype)
+    context.holders.append(weight)
+    return Norm(_rms(norm, size, context), weight)
+
+
 def _norm(norm: RmsNorm, size: int, context: PartContext, name: str) -> Norm:
+    return Norm(_rms(norm, size, context), context.weight(name))
+
+
+def _rms(norm: RmsNorm, size: int, context: PartContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     spec = RmsNormSpec(
-        dtype=context.spec.dtype,
+        dtype=context.spec.activation_dtype,
         size=size,
         eps=norm.eps,
         offset=norm.offset,
         round_before_weight=norm.round_before_weight,
     )
-    return Norm(context.ops.bind(spec), context.weight(name))
+    bound: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = context.ops.bind(spec)
+    return bound

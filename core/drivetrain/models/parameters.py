@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.models.spec import ModelSpec, Shape
 from drivetrain.ops import Ops
-from drivetrain_api.v1 import DeviceRuntime, Linear, LinearSpec, Packed, dtype_bytes
+from drivetrain_api.v1 import DeviceRuntime, Linear, LinearSpec, Packed, dtype_bytes, torch_dtype
 from drivetrain_api.v1.linear import LinearRole
 
 Sources = tuple[tuple[str, ...], ...]
@@ -45,21 +45,43 @@ class Holder(Protocol):
 
 
 class Weight:
-    """One plain tensor: a norm's weight, an embedding. ``value`` exists after loading."""
+    """One plain tensor: a norm's weight, an embedding. ``value``, of dtype ``dtype``, exists after loading."""
 
-    __slots__ = ("_bytes", "sources", "value")
+    __slots__ = ("_bytes", "_dtype", "sources", "value")
     value: torch.Tensor
 
     def __init__(self, path: str, shape: Shape, dtype: str) -> None:
         self.sources: Sources = ((path,),)
         self._bytes = prod(shape) * dtype_bytes(dtype)
+        self._dtype = torch_dtype(dtype)
 
     def planned_bytes(self) -> int:
         return self._bytes
 
     def install(self, tensors: Sequence[torch.Tensor], runtime: DeviceRuntime) -> Installed:
-        (self.value,) = tensors
-        return Installed(nbytes=self.value.numel() * self.value.element_size(), peak_bytes=0)
+        self.value = tensors[0].to(self._dtype)
+        converted = 0 if self.value is tensors[0] else self._bytes
+        return Installed(nbytes=self.value.numel() * self.value.element_size(), peak_bytes=converted)
+
+
+class HeadWeights:
+    """Weights that heads of a kind share, one row a head: ``value`` [heads, size] of dtype ``dtype``."""
+
+    __slots__ = ("_counts", "_dtype", "_size", "sources", "value")
+    value: torch.Tensor
+
+    def __init__(self, path: str, heads: Mapping[str, int], size: int, dtype: str) -> None:
+        """``heads``: parameter name below ``path`` -> how many heads share it."""
+        self.sources: Sources = tuple((f"{path}.{name}",) for name in heads)
+        self._counts, self._size, self._dtype = tuple(heads.values()), size, dtype
+
+    def planned_bytes(self) -> int:
+        return sum(self._counts) * self._size * dtype_bytes(self._dtype)
+
+    def install(self, tensors: Sequence[torch.Tensor], runtime: DeviceRuntime) -> Installed:
+        rows = [t.unsqueeze(0).expand(count, -1) for t, count in zip(tensors, self._counts, strict=True)]
+        self.value = torch.cat(rows).to(torch_dtype(self._dtype))
+        return Installed(nbytes=self.planned_bytes(), peak_bytes=2 * self.planned_bytes())
 
 
 class Constant:
@@ -124,8 +146,8 @@ class PartContext:
         self.holders: list[Holder] = []
 
     def weight(self, name: str) -> Weight:
-        """Hold the part's parameter of that name as a plain tensor of the model's dtype."""
-        weight = Weight(f"{self.path}.{name}", self.shapes[name], self.spec.dtype)
+        """Hold the part's parameter of that name as a plain tensor of the activations' dtype."""
+        weight = Weight(f"{self.path}.{name}", self.shapes[name], self.spec.activation_dtype)
         self.holders.append(weight)
         return weight
 
@@ -142,6 +164,7 @@ class PartContext:
             out_features=sum(self.shapes[f"{name}.weight"][0] for name in names),
             bias=bias,
             role=role,
+            activations=self.spec.activations,
         )
         sources = tuple(tuple(f"{self.path}.{name}.{kind}" for name in names) for kind in kinds)
         projection = Projection(spec, self.ops.bind(spec), sources)

@@ -61,7 +61,8 @@ class AttentionMixer:
     """Grouped-query attention. ``rope``: index into ``ModelSpec.ropes``, None for no positions.
 
     ``scale`` multiplies q . k; ``soft_cap`` bounds the product; ``window`` counts the query's own token;
-    ``sinks``: one learned logit a head in the softmax's denominator; ``q_norm`` and ``k_norm`` act on each head.
+    ``sinks``: one learned logit a head in the softmax's denominator; ``head_norm`` acts on each head
+    of q and of k, which have a weight each (``q_norm``, ``k_norm``) that their heads share.
     """
 
     num_heads: int
@@ -73,8 +74,7 @@ class AttentionMixer:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    q_norm: RmsNorm | None = None
-    k_norm: RmsNorm | None = None
+    head_norm: RmsNorm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -85,10 +85,8 @@ class AttentionMixer:
         shapes: dict[str, Shape] = {}
         for name, rows in (("q", q), ("k", k), ("v", v)):
             shapes |= _linear(name, rows, hidden, self.qkv_bias)
-        if self.q_norm is not None:
-            shapes["q_norm.weight"] = (self.head_dim,)
-        if self.k_norm is not None:
-            shapes["k_norm.weight"] = (self.head_dim,)
+        if self.head_norm is not None:
+            shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         return shapes | _linear("out", hidden, out, self.out_bias)
@@ -154,9 +152,10 @@ class LayerSpec:
 class ModelSpec:
     """A whole decoder-only model.
 
-    ``dtype`` of weights and activations, ``cache_dtype`` of K and V: torch's names. ``embed_scale`` multiplies token
-    embeddings, rounded to ``dtype`` first. ``tied``: the LM head is the embedding. ``max_positions``: the longest
-    sequence the model was made for. ``eos_ids``: tokens that end a sequence by the configuration.
+    ``dtype`` of weights, ``cache_dtype`` of K and V, ``activations`` of what passes between ops (empty: ``dtype``):
+    torch's names. ``embed_scale`` multiplies token embeddings, rounded to ``dtype`` first. ``tied``: the LM head is
+    the embedding. ``max_positions``: the longest sequence the model was made for. ``eos_ids``: tokens that end a
+    sequence by the configuration.
     """
 
     architecture: str
@@ -171,8 +170,14 @@ class ModelSpec:
     tied: bool
     embed_scale: float = 1.0
     logit_soft_cap: float | None = None
+    activations: str = ""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+
+    @property
+    def activation_dtype(self) -> str:
+        """The dtype of what passes between ops, norms' weights and biases of attention included."""
+        return self.activations or self.dtype
 
     def parameters(self) -> Mapping[str, Shape]:
         """Path -> shape of everything that a checkpoint must hold, in the order of the forward pass."""

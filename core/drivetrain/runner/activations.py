@@ -67,7 +67,7 @@ def layer_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 
 def _element_bytes(spec: ModelSpec) -> int:
     """Bytes of a live element; below float32 most of them are also held in float32 for a moment."""
-    return 4 if spec.dtype == "float32" else 4 + dtype_bytes(spec.dtype)
+    return 4 if spec.activation_dtype == "float32" else 4 + dtype_bytes(spec.activation_dtype)
 
 
 def live_elements(layer: LayerSpec, hidden: int) -> int:
@@ -95,5 +95,5 @@ def sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     rows = rows_at_once(sizes.logits, spec.vocabulary, LOGIT_BYTES, 4)
     logits = rows * spec.vocabulary * element
     drawn = rows_at_once(rows, spec.vocabulary, DRAW_BYTES, DRAW_ELEMENT) if sizes.reference_draw else 1
-    hidden = 3 * sizes.logits * spec.hidden * dtype_bytes(spec.dtype)
+    hidden = 3 * sizes.logits * spec.hidden * dtype_bytes(spec.activation_dtype)
     return hidden + logits + drawn * spec.vocabulary * DRAW_ELEMENT

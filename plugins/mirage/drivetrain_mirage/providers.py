@@ -178,7 +178,7 @@ class Providers:
     def provide(self, spec: OpSpec) -> Provided | Decline:
         """Answer for one spec; unknown ones are declined."""
         traits = OpTraits(batch_invariant=self.alone, graph="any")
-        if isinstance(spec, LinearSpec) and self.hot and spec.quant is None:
+        if isinstance(spec, LinearSpec) and self.hot and spec.quant is None and not spec.activations:
             return Provided(
                 implementation=MirageLinear(self.owner, spec, self.guard, self.alone),
                 label="mirage linear",

@@ -16,7 +16,8 @@ def rms(x, weight, spec):
     out = np.zeros_like(x)
     for index in np.ndindex(x.shape[:-1]):
         row = x[index]
-        out[index] = row / math.sqrt((row**2).mean() + spec.eps) * (weight + spec.offset)
+        own = weight if weight.ndim == 1 else weight[index[-1]]
+        out[index] = row / math.sqrt((row**2).mean() + spec.eps) * (own + spec.offset)
     return out
 
 
@@ -70,17 +71,14 @@ def judge_angles(case):
 def judge_rope(case):
     cos, sin, spec = f64(case.inputs["cos"]), f64(case.inputs["sin"]), case.spec
     half = spec.rotary_dim // 2
-    out = []
-    for name in ("q", "k"):
-        x = f64(case.inputs[name])
-        y = x.copy()
-        for i in range(half):
-            a, b = (i, i + half) if spec.style == "halves" else (2 * i, 2 * i + 1)
-            c, s = cos[:, None, i], sin[:, None, i]
-            y[..., a] = x[..., a] * c - x[..., b] * s
-            y[..., b] = x[..., b] * c + x[..., a] * s
-        out.append(y)
-    return tuple(out)
+    x = f64(case.inputs["x"])
+    y = x.copy()
+    for i in range(half):
+        a, b = (i, i + half) if spec.style == "halves" else (2 * i, 2 * i + 1)
+        c, s = cos[:, None, i], sin[:, None, i]
+        y[..., a] = x[..., a] * c - x[..., b] * s
+        y[..., b] = x[..., b] * c + x[..., a] * s
+    return (y,)
 
 
 def judge_embedding(case):

@@ -117,9 +117,7 @@ def unstored(name: str, value: np.ndarray, family: str, config: Any) -> np.ndarr
     """The inverse of ``stored_value`` for matrices."""
     if family == "llama" and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-        return np.ascontiguousarray(
-            value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-        )
+        return np.ascontiguousarray(value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape))
     return value
 
 

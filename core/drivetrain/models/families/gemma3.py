@@ -91,8 +91,7 @@ def _layers(fields: Fields, norm: RmsNorm, head_dim: int) -> tuple[LayerSpec, ..
             rope=SLIDING if sliding else FULL,
             window=fields.whole("sliding_window", 4096) if sliding else None,
             soft_cap=fields.maybe_number("attn_logit_softcapping"),
-            q_norm=norm,
-            k_norm=norm,
+            head_norm=norm,
             qkv_bias=bias,
             out_bias=bias,
         )

@@ -74,8 +74,7 @@ def decoder(
             v_head_dim=head_dim,
             scale=head_dim**-0.5,
             window=window,
-            q_norm=norm if head_norms else None,
-            k_norm=norm if head_norms else None,
+            head_norm=norm if head_norms else None,
             qkv_bias=bias,
             out_bias=bias,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ def linear_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
         for rows in (0, 1, 2, 7, 16, 33, 70):
             inputs = {"x": source.normal(rows, size_in), "weight": weight, "bias": terms}
             yield _linear_case(place, f"{rows} rows, {size_in} to {size_out}", spec, inputs)
+            if dtype in ("bfloat16", "float16"):
+                wide = replace(spec, activations="float32")
+                inputs = inputs | {"x": source.normal(rows, size_in, dtype="float32")}
+                yield _linear_case(place, f"{rows} float32 rows, {size_in} to {size_out}", wide, inputs)
 
 
 def _linear_case(place: Place, name: str, spec: LinearSpec, inputs: dict[str, Any]) -> Case:
@@ -47,12 +52,13 @@ def _linear_case(place: Place, name: str, spec: LinearSpec, inputs: dict[str, An
 def embedding_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
     """With and without a scale, first and last ids, both id dtypes."""
     source = Source(dtype, seed)
-    for scale in (1.0, 25.3):
-        spec = EmbeddingSpec(dtype=dtype, vocabulary=103, size=24, scale=scale)
+    for scale, activations in ((1.0, ""), (25.3, ""), (25.3, "float32" if dtype != "float64" else "")):
+        spec = EmbeddingSpec(dtype=dtype, vocabulary=103, size=24, scale=scale, activations=activations)
         weight = source.normal(103, 24)
         for id_dtype in ("int32", "int64"):
             for name, tokens in (("empty", 0), ("one token", 1), ("ragged", 13)):
                 ids = source.integers(0, 103, tokens, dtype=id_dtype)
                 if tokens > 2:
                     ids[0], ids[1] = 0, 102
-                yield call_case(place, f"{name}, {id_dtype}, scale {scale}", spec, {"ids": ids, "weight": weight})
+                inputs = {"ids": ids, "weight": weight}
+                yield call_case(place, f"{name}, {id_dtype}, scale {scale} {activations}", spec, inputs)

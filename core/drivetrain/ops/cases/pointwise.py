@@ -26,6 +26,8 @@ def rms_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
             yield call_case(place, f"{name} of {size}", spec, {"x": x, "weight": weight})
         heads = {"x": source.normal(5, 3, size), "weight": weight}
         yield call_case(place, f"heads of {size}", spec, heads)
+        own = {"x": source.normal(5, 4, size)[:, :3], "weight": source.normal(3, size, scale=0.3) + (1 - offset)}
+        yield call_case(place, f"heads of {size} with weights of their own", spec, own)
 
 
 def add_rms_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:

@@ -36,16 +36,15 @@ def angles_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
 
 
 def rope_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
-    """Whole and partial rotation, both styles, one key head."""
+    """Whole and partial rotation, both styles, heads that are a view of a wider row."""
     source = Source(dtype, seed)
     for style in STYLES:
-        for head_dim, rotary_dim, heads, kv_heads in ((16, 16, 4, 2), (20, 12, 3, 1)):
+        for head_dim, rotary_dim, heads in ((16, 16, 6), (20, 12, 4)):
             spec = RopeSpec(dtype=dtype, head_dim=head_dim, rotary_dim=rotary_dim, style=style)
             for name, tokens in (("empty", 0), ("one token", 1), ("ragged", 11)):
                 angle = source.normal(tokens, rotary_dim // 2, scale=3.0, dtype="float32")
                 inputs = {
-                    "q": source.normal(tokens, heads, head_dim),
-                    "k": source.normal(tokens, kv_heads, head_dim),
+                    "x": source.normal(tokens, heads + 2, head_dim)[:, :heads],
                     "cos": angle.cos(),
                     "sin": angle.sin(),
                 }

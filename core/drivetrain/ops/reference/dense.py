@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from drivetrain.errors import DeviceError
 from drivetrain.ops.cases.dense import embedding_cases, linear_cases
-from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost, wide
-from drivetrain_api.v1 import BatchFacts, EmbeddingSpec, LinearSpec, Packed, dtype_bytes
+from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost
+from drivetrain_api.v1 import BatchFacts, EmbeddingSpec, LinearSpec, Packed, dtype_bytes, torch_dtype
 
 TILE_ROWS = 16
 
@@ -20,8 +20,8 @@ class ReferenceLinear:
     """linear/1: y[t, o] = sum_i x[t, i] weight[o, i] + bias[o]; x [T, in], weight [out, in], bias [out], y
     [T, out].
 
-    Sums are kept at least in float32 and rounded to the dtype once. Packing keeps the given tensors as they
-    are: a tied weight costs nothing more, as the embedding holds it.
+    Sums are kept at least in float32 and rounded to the activations' dtype once. Packing keeps the given tensors
+    as they are: a tied weight costs nothing more, as the embedding holds it.
     """
 
     def __init__(self, spec: LinearSpec) -> None:
@@ -49,7 +49,12 @@ class ReferenceLinear:
 
     def apply(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """One product for all rows."""
-        weight, bias = packed.data
+        return self._product(x, *packed.data)
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Widen what is narrower than the rows: a product has one dtype."""
+        if weight.dtype != x.dtype:
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return functional.linear(x, weight, bias)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -66,19 +71,19 @@ class InvariantLinear(ReferenceLinear):
         weight, bias = packed.data
         rows = x.shape[0]
         tiles = functional.pad(x, (0, 0, 0, -rows % TILE_ROWS)).split(TILE_ROWS)
-        return torch.cat([functional.linear(tile, weight, bias) for tile in tiles])[:rows]
+        return torch.cat([self._product(tile, weight, bias) for tile in tiles])[:rows]
 
 
 def make_embedding(spec: EmbeddingSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """embedding/1: ``fn(ids [T], weight [vocabulary, size]) -> [T, size]``: row ids[t], times ``scale``.
 
-    Scaled rows are float32, which the stream that they begin has. Ids outside 0 .. vocabulary - 1 are the caller's
-    error.
+    Rows are converted to the activations' dtype, then scaled. Ids outside 0 .. vocabulary - 1 are the caller's error.
     """
+    dtype = torch_dtype(spec.activation_dtype)
 
     def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows = functional.embedding(ids, weight)
-        return rows if spec.scale == 1.0 else wide(rows) * spec.scale
+        rows = functional.embedding(ids, weight).to(dtype)
+        return rows if spec.scale == 1.0 else rows * spec.scale
 
     return embedding
 

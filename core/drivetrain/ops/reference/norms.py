@@ -14,7 +14,7 @@ NormSpec = RmsNormSpec | AddRmsNormSpec
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, spec: NormSpec) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis; x [..., size], weight [size].
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last axis; x [..., size], weight [size] or [N, size].
 
     The mean, the root and the quotient are float32. Then, with ``round_before_weight``, the quotient is
     rounded to the weight's dtype and the product is of that dtype; without, the product is float32 and rounded once.

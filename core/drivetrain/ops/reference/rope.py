@@ -35,26 +35,19 @@ def make_angles(spec: RopeAnglesSpec) -> Callable[[torch.Tensor, torch.Tensor], 
     return angles
 
 
-def make_rope(
-    spec: RopeSpec,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Pair]:
-    """rope.apply/1: ``fn(q [T, H, D], k [T, K, D], cos, sin [T, rotary_dim / 2]) -> (q, k)`` of the same
-    shapes.
+def make_rope(spec: RopeSpec) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """rope.apply/1: ``fn(x [T, N, D], cos, sin [T, rotary_dim / 2]) -> [T, N, D]``.
 
     Each pair (a, b) becomes (a cos - b sin, b cos + a sin), in float32; dimensions from ``rotary_dim`` on
     are unchanged.
     """
     pair = _halves if spec.style == "halves" else _interleaved
 
-    def one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        turned = pair(wide(x[..., : spec.rotary_dim]), cos, sin).to(x.dtype)
+    def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        turned = pair(wide(x[..., : spec.rotary_dim]), cos.unsqueeze(1), sin.unsqueeze(1)).to(x.dtype)
         if spec.rotary_dim == spec.head_dim:
             return turned
         return torch.cat((turned, x[..., spec.rotary_dim :]), dim=-1)
-
-    def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return one(q, cos, sin), one(k, cos, sin)
 
     return rope
 
@@ -81,8 +74,8 @@ def angles_cost(spec: RopeAnglesSpec, facts: BatchFacts) -> Cost:
 
 
 def rope_cost(spec: RopeSpec, facts: BatchFacts) -> Cost:
-    """For one head of q and of k: their numbers are not in the spec."""
-    return row_cost(spec, facts, 4 * spec.head_dim, 6 * spec.rotary_dim)
+    """For one head: their number is not in the spec."""
+    return row_cost(spec, facts, 2 * spec.head_dim, 3 * spec.rotary_dim)
 
 
 ROPE_ANGLES = ReferenceOp(

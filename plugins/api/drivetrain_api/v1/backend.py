@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from .device import DeviceRuntime, MemoryProfiler
@@ -23,11 +23,14 @@ class Capabilities:
 
     ``model_dtypes``: the first is taken for ``--dtype auto`` when a checkpoint's own is not in the list.
     ``default_depth``: steps in flight; 1 for a device whose calls finish before they return.
+    ``activation_dtypes``: by model dtype, the dtype that activations have between ops where it is not the model's own:
+    a host whose products are summed in float32 anyway loses time and digits by rounding each of them.
     ``max_batch_tokens``: upper limit of query tokens in a step, 0 for none.
     """
 
     model_dtypes: tuple[str, ...] = ("float32",)
     cache_dtypes: tuple[str, ...] = ("float32",)
+    activation_dtypes: Mapping[str, str] = field(default_factory=dict)
     default_depth: int = 1
     deterministic: bool = False
     max_batch_tokens: int = 0

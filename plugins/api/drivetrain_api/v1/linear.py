@@ -31,6 +31,7 @@ class QuantSpec:
 class LinearSpec(OpSpec):
     """y = x @ weight.T + bias with weight [out_features, in_features]. The implementation is a ``Linear``.
 
+    ``dtype``: of weight and bias. ``activations``: of x and y; empty where they have the weight's.
     ``tied``: the same storage also serves the embedding, so the source may not be freed by ``pack``.
     ``role``: what the result is for; an ``lm_head`` may give float32, which the core turns its result into anyway.
     """
@@ -42,6 +43,12 @@ class LinearSpec(OpSpec):
     role: LinearRole = "other"
     tied: bool = False
     quant: QuantSpec | None = None
+    activations: str = ""
+
+    @property
+    def activation_dtype(self) -> str:
+        """The dtype of x and y."""
+        return self.activations or self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +86,16 @@ class Unpackable(Protocol):
 class EmbeddingSpec(OpSpec):
     """Row lookup. Implementation: ``fn(ids [T] int, weight [vocabulary, size]) -> [T, size]`` times ``scale``.
 
-    With a scale other than 1 the result is float32: the beginning of a residual stream that is kept so.
+    ``dtype``: of the weight. ``activations``: of the result, converted before it is scaled; empty: the weight's.
     """
 
     op: ClassVar[str] = "embedding/1"
     vocabulary: int
     size: int
     scale: float = 1.0
+    activations: str = ""
+
+    @property
+    def activation_dtype(self) -> str:
+        """The dtype of the result."""
+        return self.activations or self.dtype

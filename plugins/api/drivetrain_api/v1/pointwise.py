@@ -12,6 +12,7 @@ from .ops import OpSpec
 class RmsNormSpec(OpSpec):
     """``fn(x [..., size], weight [size]) -> [..., size]``: x / sqrt(mean(x^2) + eps) * (weight + offset), in float32.
 
+    With a weight [N, size] and x [..., N, size] each of N heads has a weight of its own.
     ``round_before_weight``: the normalised value is rounded to x's dtype before the weight multiplies it.
     """
 
@@ -62,8 +63,9 @@ class RopeAnglesSpec(OpSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec(OpSpec):
-    """``fn(q [T, H, D], k [T, K, D], cos, sin) -> (q, k)``: rotates the first ``rotary_dim`` of D.
+    """``fn(x [T, N, D], cos, sin) -> [T, N, D]``: rotates the first ``rotary_dim`` of D in each of N heads.
 
+    x holds the query heads and after them the key heads, which are rotated alike.
     ``halves``: pairs are (i, i + rotary_dim / 2); ``interleaved``: (2i, 2i + 1). Computed in float32.
     """
 

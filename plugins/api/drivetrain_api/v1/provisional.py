@@ -13,9 +13,7 @@ from .storage import CacheHandle
 if TYPE_CHECKING:
     import torch
 
-CollectiveOp = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"
-]
+CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

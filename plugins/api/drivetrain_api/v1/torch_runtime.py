@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,22 @@ if TYPE_CHECKING:
     import torch
 
 
-def torch_runtime(device_type: str, index: int | None = None) -> DeviceRuntime:
+Context = Callable[[], AbstractContextManager[None]]
+
+
+def torch_runtime(device_type: str, index: int | None = None, *, during: Context = nullcontext) -> DeviceRuntime:
     """Compose a runtime of ``torch.<device_type>``'s device module; the host's own memory for a synchronous one.
 
-    Raises RuntimeError when this torch has no such device type.
+    ``during``: makes a context that ``activate`` enters too, for what holds while the engine works only. Raises
+    RuntimeError when this torch has no such device type.
     """
     import torch
 
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     module = torch.get_device_module(device)
     if hasattr(module, "Stream") and device_type != "cpu":
-        return _AsynchronousRuntime(device, module)
-    return _SynchronousRuntime(device)
+        return _AsynchronousRuntime(device, module, during)
+    return _SynchronousRuntime(device, during)
 
 
 class _Tensors:
@@ -61,9 +65,7 @@ class _Tensors:
         target.copy_(torch.from_numpy(source), non_blocking=True)
 
     def counters(self) -> Counters:
-        return Counters(
-            waits=self.waits, copies_to_host=self.to_host_count, copies_to_device=self.to_device_count
-        )
+        return Counters(waits=self.waits, copies_to_host=self.to_host_count, copies_to_device=self.to_device_count)
 
 
 class _Done:
@@ -100,9 +102,10 @@ class _SynchronousRuntime:
 
     asynchronous = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, during: Context) -> None:
         self._tensors = _Tensors(device)
         self.device = device
+        self.activate = during
         self.empty = self._tensors.empty
         self.zeros = self._tensors.zeros
         self.from_host = self._tensors.from_host
@@ -110,9 +113,6 @@ class _SynchronousRuntime:
         self.counters = self._tensors.counters
         self._floor = resident_bytes()
         self._stream = _OneStream()
-
-    def activate(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         self._tensors.to_host_count += 1
@@ -209,8 +209,8 @@ class _AsynchronousRuntime:
 
     asynchronous = True
 
-    def __init__(self, device: torch.device, module: Any) -> None:
-        self._tensors, self._module = _Tensors(device), module
+    def __init__(self, device: torch.device, module: Any, during: Context) -> None:
+        self._tensors, self._module, self._during = _Tensors(device), module, during
         self.device = device
         self.empty = self._tensors.empty
         self.zeros = self._tensors.zeros
@@ -222,9 +222,10 @@ class _AsynchronousRuntime:
         """Add one to the waits."""
         self._tensors.waits += 1
 
-    def activate(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self._module.device(self.device)
-        return context
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        with self._module.device(self.device), self._during():
+            yield
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         self._tensors.to_host_count += 1

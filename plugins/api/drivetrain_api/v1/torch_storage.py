@@ -101,9 +101,7 @@ class _TorchStorage:
     def layout(self, spec: CacheSpec, block_tokens: int) -> CacheLayout:
         if block_tokens not in self.block_tokens:
             raise ValueError(f"block size {block_tokens} is not one of {self.block_tokens}")
-        shape = CacheLayout(
-            spec=spec, block_tokens=block_tokens, bytes_per_block=0, alignment=64, strided=True
-        )
+        shape = CacheLayout(spec=spec, block_tokens=block_tokens, bytes_per_block=0, alignment=64, strided=True)
         return CacheLayout(
             spec=spec,
             block_tokens=block_tokens,
@@ -137,9 +135,7 @@ class _GenericProfiler:
 
     def baseline(self) -> Baseline:
         now = self._runtime.memory()
-        return Baseline(
-            context=now.allocated, others=max(0, now.total - now.free - now.allocated), total=now.total
-        )
+        return Baseline(context=now.allocated, others=max(0, now.total - now.free - now.allocated), total=now.total)
 
     def measure(self, run: Callable[[], Any]) -> MemoryUse:
         self._runtime.synchronize()
