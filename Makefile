@@ -50,7 +50,7 @@ $(STAMPS)/torch: always | $(STAMPS)/python
 	@test "$$(cat $@ 2>/dev/null)" = '$(TORCH)' || echo '$(TORCH)' > $@
 
 # Torch first, by its own requirement and index; then all members in one command, which leaves torch as it is.
-$(STAMPS)/runtime: $(STAMPS)/torch $(WHEELS:%=%/pyproject.toml)
+$(STAMPS)/runtime: $(STAMPS)/torch $(WHEELS:%=%/pyproject.toml) backends/cpu/hatch_build.py $(wildcard backends/cpu/src/*)
 	$(PIP) install --quiet $(PIP_ARGS) '$(TORCH)'
 	$(PIP) install --quiet $(MEMBERS:%=-e './%')
 	@touch $@

@@ -3,8 +3,9 @@
 Grouped heads are folded into the rows of the products; keys and values are gathered from their blocks and widened to
 float32. No row is padded to another's length:
 
-- few queries, many short rows: tiles of keys at fixed positions, the tiles of all rows in one batch of products;
-- few queries otherwise: row by row, in pieces that stay in the cache;
+- few queries: each by itself through the wheel's compiled kernel, which reads the blocks where they are;
+- without that kernel, many short rows of few queries: tiles of keys at fixed positions, all rows in one batch of
+  products; other rows of few queries: one by one, in pieces that stay in the cache;
 - many queries (prefill): row by row, in blocks of queries that see only the keys they may.
 
 In invariant mode every query goes by tiles, so that it meets the same sums in any batch and any chunk.
@@ -20,6 +21,7 @@ from drivetrain_api.v1 import AttentionBatch, AttentionSpec, AttentionTraits, Ca
 
 from .attention_plan import HostPlan, Piece, Planner, Row, Span
 from .attention_tiles import attend_each_query, attend_tiles
+from .native import AttentionJob, Kernels
 from .threads import Threads
 
 SCORE_BYTES = 8 << 20
@@ -32,9 +34,11 @@ class HostAttention:
 
     traits = AttentionTraits(lengths="device", row_order="any", graph="never", workspace_bytes=SCORE_BYTES * 3)
 
-    def __init__(self, spec: AttentionSpec, threads: Threads, *, invariant: bool = False) -> None:
-        self._spec, self._threads = spec, threads
-        self._planner = Planner(spec, invariant=invariant)
+    def __init__(
+        self, spec: AttentionSpec, threads: Threads, kernels: Kernels | None, *, invariant: bool = False
+    ) -> None:
+        self._spec, self._threads, self._kernels = spec, threads, kernels
+        self._planner = Planner(spec, invariant=invariant, compiled=kernels is not None)
         self._groups = spec.num_heads // spec.num_kv_heads
         self._span = partial(attend_each_query, spec, self._planner) if invariant else self._many
 
@@ -64,10 +68,10 @@ class HostAttention:
 
     def _forward(self, q: torch.Tensor, parts: Parts, plan: HostPlan, sinks: torch.Tensor | None) -> torch.Tensor:
         spec = self._spec
-        if plan.place is not None and len(plan.rows) == 1:
-            return self._row(q, parts, plan.rows[0], sinks_of(spec, sinks)).to(q.dtype)
         shape = (q.shape[0], spec.num_heads, spec.v_head_dim)
-        out = q.new_empty(shape) if plan.covered else q.new_zeros(shape)
+        out = torch.empty(shape, dtype=torch.float32) if plan.covered else torch.zeros(shape, dtype=torch.float32)
+        if plan.entries is not None:
+            self._alone(q, parts, plan.entries.job, sinks, out)
         sink = sinks_of(spec, sinks)
         for tiles in plan.tiles:
             count = tiles.entries * tiles.queries
@@ -75,14 +79,31 @@ class HostAttention:
             if tiles.tokens is None:
                 out[:count] = result
             else:
-                out[tiles.tokens] = result.to(out.dtype)
+                out[tiles.tokens] = result
         for row in plan.rows:
             piece = slice(row.first, row.first + row.queries)
             out[piece] = self._row(q[piece], parts, row, sink)
         for span in plan.spans:
             piece = slice(span.first, span.first + span.queries)
             out[piece] = self._span(q[piece], parts, span, sink)
-        return out
+        return out if q.dtype == torch.float32 else out.to(q.dtype)
+
+    def _alone(
+        self, q: torch.Tensor, parts: Parts, job: AttentionJob, sinks: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """Single queries through the compiled kernel. q [T, H, D], out [T, H, Dv]."""
+        assert self._kernels is not None
+        wide = q if q.dtype == torch.float32 else q.to(torch.float32)
+        if wide.stride(2) != 1 or wide.stride(1) != wide.shape[2]:
+            wide = wide.contiguous()
+        sink = None if sinks is None else sinks.to(torch.float32).contiguous()
+        k, v = parts
+        job.q, job.k, job.v, job.out = wide.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        job.sinks = None if sink is None else sink.data_ptr()
+        job.q_stride, job.half = wide.stride(0), k.dtype == torch.bfloat16
+        job.k_block, job.k_slot, job.k_head, _ = k.stride()
+        job.v_block, job.v_slot, job.v_head, _ = v.stride()
+        self._kernels.attend(job, 0, self._threads.count)
 
     def _fold(self, q: torch.Tensor) -> torch.Tensor:
         """q [n, H, D] -> [K, G n, D] float32, scaled."""

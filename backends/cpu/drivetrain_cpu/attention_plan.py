@@ -11,6 +11,7 @@ import torch
 
 from drivetrain_api.v1 import AttentionBatch, AttentionSpec
 
+from .native import AttentionJob
 from .threads import work_seconds
 
 TILE = 64
@@ -94,6 +95,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Single queries for the compiled kernel: a job that lacks only the layer's tensors, and what it points to."""
+
+    job: AttentionJob
+    held: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
     """A step of one group."""
 
@@ -102,6 +111,7 @@ class HostPlan:
     place: tuple[int, int] | None  # the same of a step of one token
     tiles: tuple[Tiles, ...]
     rows: tuple[Row, ...]
+    entries: Entries | None
     spans: tuple[Span, ...]
     seconds: float  # about what one thread takes for it
     covered: bool  # every token of the step is in a tile, a row or a span
@@ -117,10 +127,11 @@ class _Host:
 
 
 class Planner:
-    """Cuts batches of one spec. ``invariant``: each query becomes an entry of tiles of its own."""
+    """Cuts batches of one spec. ``invariant``: each query becomes an entry of its own. ``compiled``: there is a kernel
+    for single queries, which then takes all rows of few queries."""
 
-    def __init__(self, spec: AttentionSpec, *, invariant: bool) -> None:
-        self._spec, self._invariant = spec, invariant
+    def __init__(self, spec: AttentionSpec, *, invariant: bool, compiled: bool) -> None:
+        self._spec, self._invariant, self._compiled = spec, invariant, compiled
         self.size = spec.layout.block_tokens
         self.tile = max(TILE, self.size)
         key_bytes = 4 * spec.num_kv_heads * max(spec.head_dim, spec.v_head_dim)
@@ -135,6 +146,11 @@ class Planner:
         few = used & (queries <= FEW_QUERIES)
         tiles: list[Tiles] = []
         rows: list[Row] = []
+        entries = None
+        if self._compiled:
+            alone = used if self._invariant else few
+            entries = self._entries(np.flatnonzero(alone), queries, host) if alone.any() else None
+            used, few = used & ~alone, few & False
         for n in sorted(set(queries[few].tolist())):
             same = np.flatnonzero(few & (queries == n))
             if self._invariant or (len(same) > 2 and self._keys(host.lengths[same], n) <= SHORT_KEYS):
@@ -143,17 +159,42 @@ class Planner:
                 rows.extend(self._row(int(row), n, host) for row in same)
         spans = [self._span(int(row), host) for row in np.flatnonzero(used & ~few)]
         slots = batch.slots_dev
-        alone = len(slots) == 1
         return HostPlan(
-            place=divmod(int(slots[0]), self.size) if alone else None,
+            place=divmod(int(slots[0]), self.size) if len(slots) == 1 else None,
+            entries=entries,
             block=slots // self.size,
             offset=slots % self.size,
             tiles=tuple(tiles),
             rows=tuple(rows),
             spans=tuple(spans),
-            seconds=self._seconds(queries[used], host.lengths[used]),
-            covered=bool(used[queries > 0].all()),
+            seconds=self._seconds(queries[used], host.lengths[used]) if used.any() else 0.0,
+            covered=bool((host.lengths[queries > 0] > 0).all()),
         )
+
+    def _entries(self, rows: np.ndarray, queries: np.ndarray, host: _Host) -> Entries:
+        """Make an entry of each query of the rows."""
+        spec, counts = self._spec, queries[rows]
+        owner = np.repeat(rows, counts)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens = (host.starts[owner] + place).astype(np.int64)
+        positions = host.lengths[owner].astype(np.int64) - queries[owner] + place
+        ends = positions + 1 if spec.causal else host.lengths[owner].astype(np.int64)
+        lows = np.zeros_like(ends) if spec.window is None else np.maximum(positions - spec.window + 1, 0)
+        table = np.ascontiguousarray(host.table, np.int64)
+        held = (table, tokens, owner.astype(np.int64), lows.astype(np.int64), ends)
+        job = AttentionJob(
+            **{name: a.ctypes.data for name, a in zip(("table", "tokens", "rows", "lows", "ends"), held, strict=True)},
+            entries=len(owner),
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            dim=spec.head_dim,
+            v_dim=spec.v_head_dim,
+            width=table.shape[1],
+            block_tokens=self.size,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
+        )
+        return Entries(job=job, held=held)
 
     def near(self, keys: Any, queries: Any) -> Any:
         """Say where causality and the window let a query see a key, both given by position."""

@@ -24,7 +24,8 @@ from drivetrain_api.v1 import (
 from .attention import HostAttention
 from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
-from .pointwise import Gated, InvariantGated, RmsNorm, Rope, make_add_rms
+from .native import usable_kernels
+from .pointwise import Gated, InvariantGated, NativeNorm, RmsNorm, Rope, make_add_rms
 from .prepare import Prepare
 from .threads import Threads
 
@@ -54,7 +55,7 @@ def _linear(own: Providers, spec: Any) -> Provided | Decline:
     if spec.quant is not None:
         return Decline(reason=f"no kernel for {spec.quant.scheme} weights")
     try:
-        choice = choose_kernel(spec, own.linear)
+        choice = choose_kernel(spec, own.linear, own.threads.count)
     except ValueError as error:
         return Decline(reason=str(error))
     rule = choice.invariant if own.deterministic else RowRule()
@@ -71,18 +72,30 @@ def _attention(own: Providers, spec: Any) -> Provided | Decline:
         return Decline(reason="no selected keys, latent or cross attention")
     if not spec.layout.strided or any(part.dtype not in DTYPES for part in spec.layout.spec.parts):
         return Decline(reason="only strided caches of float32 and bfloat16")
+    kernels = usable_kernels()
+    ways = (
+        "tiles of keys, heads folded" if kernels is None else f"own kernel, {kernels.levels[0]}, and torch for prompts"
+    )
     return Provided(
-        implementation=HostAttention(spec, own.threads, invariant=own.deterministic),
-        label="native: tiles of keys, heads folded",
+        implementation=HostAttention(spec, own.threads, kernels, invariant=own.deterministic),
+        label=f"native: {ways}",
         traits=OpTraits(batch_invariant=own.deterministic),
     )
 
 
 def _rms(own: Providers, spec: Any) -> Provided | Decline:
+    kernels = usable_kernels() if spec.dtype == "float32" else None
+    if kernels is not None:
+        norm = NativeNorm(spec, kernels, own.threads.count)
+        return Provided(implementation=norm, label=f"native: own kernel, {kernels.levels[0]}", traits=INVARIANT)
     return Provided(implementation=RmsNorm(spec), label="native: norm by length", traits=INVARIANT)
 
 
 def _add_rms(own: Providers, spec: Any) -> Provided | Decline:
+    kernels = usable_kernels() if spec.dtype == "float32" else None
+    if kernels is not None:
+        norm = NativeNorm(spec, kernels, own.threads.count)
+        return Provided(implementation=norm.add, label=f"native: own kernel, {kernels.levels[0]}", traits=INVARIANT)
     return Provided(implementation=make_add_rms(spec), label="native: norm by length", traits=INVARIANT)
 
 

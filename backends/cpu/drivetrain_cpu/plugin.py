@@ -30,7 +30,7 @@ OPTIONS = (
         kind="str",
         help="kernel of linear layers; auto takes the fastest that runs here",
         default="auto",
-        choices=("auto", "onednn", "half", "plain"),
+        choices=("auto", "onednn", "native", "half", "plain"),
     ),
 )
 

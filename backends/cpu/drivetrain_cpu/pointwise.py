@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from drivetrain_api.v1 import AddRmsNormSpec, GatedActivationSpec, RmsNormSpec, RopeSpec
 
+from .native import Kernels
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -60,6 +62,22 @@ class RmsNorm:
             return normed.to(weight.dtype) * (weight + self._offset if self._offset else weight)
         normed.mul_(self._weights.get(weight))
         return normed.to(weight.dtype) if self._narrow else normed
+
+
+class NativeNorm:
+    """norm.rms/1 and norm.add_rms/1 in one pass each, by this wheel's own kernel, for float32 rows."""
+
+    def __init__(self, spec: RmsNormSpec | AddRmsNormSpec, kernels: Kernels, threads: int) -> None:
+        self._norm, self._eps, self._threads = kernels.norm, spec.eps, threads
+        self._weights = ScaledWeights(spec.offset)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [..., size], weight [size] or [N, size] -> [..., size]."""
+        return self._norm(x, None, self._weights.get(weight), self._eps, self._threads)[0]
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Pair:
+        """x and residual [T, size] -> normed, total."""
+        return self._norm(x, residual, self._weights.get(weight), self._eps, self._threads)
 
 
 def make_add_rms(spec: AddRmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]:

@@ -93,9 +93,8 @@ def test_labels_say_which_kernel_and_why_not_a_better_one(keep_threads, monkeypa
     monkeypatch.setitem(linear.CHECKS, "onednn", lambda dtype: "not on this machine")
     ops = Ops(create(), block_tokens=16, strict=True)
     ops.bind(LinearSpec(dtype="float32", in_features=4, out_features=4))
-    assert (
-        ops.report[0].label == "native: torch linear (onednn: not on this machine; half: would round float32 weights)"
-    )
+    why = "onednn: not on this machine; native: no kernel for float32 weights; half: would round float32 weights"
+    assert ops.report[0].label == f"native: torch linear ({why})"
 
 
 def test_problems_are_named_with_a_proposal(keep_threads):
