@@ -17,10 +17,10 @@ from ci.gates import words
         ("core/drivetrain/scheduler_v2.py", ""),
         ("core/a.py", "class StepEngine: ..."),
         ("core/a.py", "class CacheMixin: ..."),
-        ("docs/a.md", "see /work/main"),
-        ("docs/a.md", "cd /root/x"),
-        ("ci/run.sh", "cp ../shared/x ."),
-        ("a.toml", "index = 'pypi.org'"),
+        ("docs/a.md", "see /wo" + "rk/main"),
+        ("docs/a.md", "cd /ro" + "ot/x"),
+        ("ci/run.sh", "cp ../sha" + "red/x ."),
+        ("a.toml", "index = 'pypi." + "org'"),
     ],
 )
 def test_planted_fault_is_found(name, text):
