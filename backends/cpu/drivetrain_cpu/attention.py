@@ -60,6 +60,8 @@ class HostAttention:
         self, q: torch.Tensor, cache: CacheHandle, plan: HostPlan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """q [T, H, D] -> [T, H, Dv]."""
+        if not plan.seconds:
+            return self._forward(q, _parts(cache), plan, sinks)
         self._threads.take(plan.seconds)
         try:
             return self._forward(q, _parts(cache), plan, sinks)

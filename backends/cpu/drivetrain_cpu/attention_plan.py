@@ -109,12 +109,12 @@ class HostPlan:
     block: torch.Tensor  # [T] where each token's own k and v go
     offset: torch.Tensor  # [T]
     place: tuple[int, int] | None  # the same of a step of one token
-    tiles: tuple[Tiles, ...]
-    rows: tuple[Row, ...]
     entries: Entries | None
-    spans: tuple[Span, ...]
-    seconds: float  # about what one thread takes for it
-    covered: bool  # every token of the step is in a tile, a row or a span
+    tiles: tuple[Tiles, ...] = ()
+    rows: tuple[Row, ...] = ()
+    spans: tuple[Span, ...] = ()
+    seconds: float = 0.0  # about what one thread takes for tiles, rows and spans
+    covered: bool = True  # every token of the step is in a tile, a row or a span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +139,11 @@ class Planner:
 
     def plan(self, batch: AttentionBatch) -> HostPlan:
         """Rows of few queries become tiles where they are many and short, else rows; the others become spans."""
-        starts = batch.query_start_host
+        starts, slots = batch.query_start_host, batch.slots_dev.numpy()
         host = _Host(starts=starts, lengths=batch.lengths_dev.numpy(), table=batch.block_table_dev.numpy())
+        if self._compiled and batch.num_decode_rows == batch.num_tokens == batch.num_rows and host.lengths.min() > 0:
+            rows_of = np.arange(batch.num_rows)
+            return self._plan(slots, entries=self._job(host.table, rows_of, rows_of, host.lengths - 1, host.lengths))
         queries = np.diff(starts)
         used = (queries > 0) & (host.lengths > 0)
         few = used & (queries <= FEW_QUERIES)
@@ -158,12 +161,9 @@ class Planner:
             else:
                 rows.extend(self._row(int(row), n, host) for row in same)
         spans = [self._span(int(row), host) for row in np.flatnonzero(used & ~few)]
-        slots = batch.slots_dev
-        return HostPlan(
-            place=divmod(int(slots[0]), self.size) if len(slots) == 1 else None,
+        return self._plan(
+            slots,
             entries=entries,
-            block=slots // self.size,
-            offset=slots % self.size,
             tiles=tuple(tiles),
             rows=tuple(rows),
             spans=tuple(spans),
@@ -171,20 +171,36 @@ class Planner:
             covered=bool((host.lengths[queries > 0] > 0).all()),
         )
 
+    def _plan(self, slots: np.ndarray, **parts: Any) -> HostPlan:
+        """Add to a plan's parts where the step's own keys and values go."""
+        block, offset = np.divmod(slots, self.size)
+        return HostPlan(
+            place=(int(block[0]), int(offset[0])) if len(slots) == 1 else None,
+            block=torch.from_numpy(block),
+            offset=torch.from_numpy(offset),
+            **parts,
+        )
+
     def _entries(self, rows: np.ndarray, queries: np.ndarray, host: _Host) -> Entries:
         """Make an entry of each query of the rows."""
-        spec, counts = self._spec, queries[rows]
+        counts = queries[rows]
         owner = np.repeat(rows, counts)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        tokens = (host.starts[owner] + place).astype(np.int64)
-        positions = host.lengths[owner].astype(np.int64) - queries[owner] + place
-        ends = positions + 1 if spec.causal else host.lengths[owner].astype(np.int64)
+        positions = host.lengths[owner] - queries[owner] + place
+        ends = positions + 1 if self._spec.causal else host.lengths[owner]
+        return self._job(host.table, host.starts[owner] + place, owner, positions, ends)
+
+    def _job(
+        self, blocks: np.ndarray, tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray, ends: np.ndarray
+    ) -> Entries:
+        """Make the job of queries: each one's token of the step, row of the table [B, W], position, and end of keys."""
+        spec = self._spec
         lows = np.zeros_like(ends) if spec.window is None else np.maximum(positions - spec.window + 1, 0)
-        table = np.ascontiguousarray(host.table, np.int64)
-        held = (table, tokens, owner.astype(np.int64), lows.astype(np.int64), ends)
+        held = tuple(np.ascontiguousarray(part, np.int64) for part in (blocks, tokens, rows, lows, ends))
+        table = held[0]
         job = AttentionJob(
             **{name: a.ctypes.data for name, a in zip(("table", "tokens", "rows", "lows", "ends"), held, strict=True)},
-            entries=len(owner),
+            entries=len(tokens),
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             dim=spec.head_dim,
