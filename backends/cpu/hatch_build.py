@@ -2,13 +2,14 @@
 
 No torch, no Python headers: the library has a C interface. Without a compiler the wheel is a pure one, its linears
 run on torch's own kernels, and ``engine explain`` says why. ``DRIVETRAIN_CPU_KERNELS``: ``off`` builds none,
-``require`` makes a failure an error. ``CXX`` names the compiler.
+``require`` makes a failure an error. ``CXX`` names the compiler, with its first options if need be.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -24,6 +25,7 @@ X86_LEVELS = {
     "level_avx2.cpp": ("-mavx2", "-mfma"),
     "level_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"),
 }
+COMPILERS = ("g++", "c++", "clang++")
 SOURCES = ("door.cpp", "pool.cpp", "level_plain.cpp")
 
 
@@ -50,26 +52,39 @@ class KernelHook(BuildHookInterface):
 
 def compile_library(source: Path, library: Path) -> str:
     """Compile and link. Returns what went wrong, or nothing."""
-    compiler = os.environ.get("CXX") or next((c for c in ("g++", "c++", "clang++") if shutil.which(c)), "")
+    compiler = shlex.split(os.environ.get("CXX", "")) or [c for c in COMPILERS if shutil.which(c)][:1]
     if not compiler:
-        return "no C++ compiler was found (g++, c++, clang++, or CXX)"
+        return f"no C++ compiler was found ({', '.join(COMPILERS)}, or CXX)"
     levels = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {}
-    linking = ("-static-libstdc++", "-static-libgcc") if platform.system() == "Linux" else ()
     with tempfile.TemporaryDirectory() as folder:
         objects = []
+        # In this order: of an inline function that several objects hold the linker takes the first, which must not
+        # be one with a level's instructions.
         for name, flags in {**dict.fromkeys(SOURCES, ()), **levels}.items():
             objects.append(str(Path(folder) / f"{name}.o"))
-            problem = _run(compiler, *COMMON, *flags, "-c", str(source / name), "-o", objects[-1])
+            problem = _run(*compiler, *COMMON, *flags, "-c", str(source / name), "-o", objects[-1])
             if problem:
                 return problem
         made = Path(folder) / library.name
-        problem = _run(compiler, "-shared", *objects, *linking, "-pthread", "-o", str(made))
-        if not problem:
-            # A new file: a running engine keeps the one that it has mapped.
-            staged = library.with_suffix(".new")
-            shutil.copyfile(made, staged)
-            staged.replace(library)
-        return problem
+        for linking in link_flags(source):
+            problem = _run(*compiler, "-shared", *objects, *linking, "-pthread", "-o", str(made))
+            if not problem:
+                break
+        else:
+            return problem
+        # A new file: a running engine keeps the one that it has mapped.
+        staged = library.with_suffix(".new")
+        shutil.copyfile(made, staged)
+        staged.replace(library)
+    return ""
+
+
+def link_flags(source: Path) -> tuple[tuple[str, ...], ...]:
+    """What to link with, best first: the C++ runtime inside the library, or the system's where only that is there."""
+    if platform.system() != "Linux":
+        return ((),)
+    own = f"-Wl,--version-script={source / 'exports.map'}"
+    return (own, "-static-libstdc++", "-static-libgcc"), (own,)
 
 
 def _run(*command: str) -> str:

@@ -35,9 +35,10 @@ class HostAttention:
     traits = AttentionTraits(lengths="device", row_order="any", graph="never", workspace_bytes=SCORE_BYTES * 3)
 
     def __init__(
-        self, spec: AttentionSpec, threads: Threads, kernels: Kernels | None, *, invariant: bool = False
+        self, spec: AttentionSpec, threads: Threads, kernels: Kernels | None, *, invariant: bool = False, level: int = 0
     ) -> None:
-        self._spec, self._threads, self._kernels = spec, threads, kernels
+        """``level``: a place in the library's levels."""
+        self._spec, self._threads, self._kernels, self._level = spec, threads, kernels, level
         self._planner = Planner(spec, invariant=invariant, compiled=kernels is not None)
         self._groups = spec.num_heads // spec.num_kv_heads
         self._span = partial(attend_each_query, spec, self._planner) if invariant else self._many
@@ -105,7 +106,7 @@ class HostAttention:
         job.q_stride, job.half = wide.stride(0), k.dtype == torch.bfloat16
         job.k_block, job.k_slot, job.k_head, _ = k.stride()
         job.v_block, job.v_slot, job.v_head, _ = v.stride()
-        self._kernels.attend(job, 0, self._threads.count)
+        self._kernels.attend(job, self._level, self._threads.count)
 
     def _fold(self, q: torch.Tensor) -> torch.Tensor:
         """q [n, H, D] -> [K, G n, D] float32, scaled."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 from drivetrain_api.v1 import LinearSpec, Packed, dtype_bytes, torch_dtype
 
 from .linear_kernels import Half, Kernel, Native, OneDnn, Plain
-from .native import NoKernelsError, load_kernels
+from .native import load_kernels, usable_kernels
 from .threads import Threads, work_seconds
 
 
@@ -151,11 +151,7 @@ def native_reason(dtype: str) -> str:
     """Say why this wheel's own kernel does not run here; empty where it does."""
     if dtype != "bfloat16":
         return f"no kernel for {dtype} weights"
-    try:
-        load_kernels()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    return usable_kernels()[1]
 
 
 @cache

@@ -53,7 +53,7 @@ class Kernels:
         self.library.drivetrain_attend(ctypes.byref(job), level, threads)
 
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, threads: int
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, level: int, threads: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., size], residual of its shape or None, weight [size] or [N, size], all float32 -> (normed,
         total); without a residual total is x."""
@@ -63,6 +63,7 @@ class Kernels:
         else:
             x = x.contiguous()
             inner, stride = 1, size
+        weight = weight.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32)
         total, before = x, 0
         if residual is not None:
@@ -80,7 +81,7 @@ class Kernels:
             stride,
             weight.numel() // size if size else 1,
             eps,
-            0,
+            level,
             threads,
         )
         return out, total
@@ -90,19 +91,19 @@ class NoKernelsError(RuntimeError):
     """Why there are none."""
 
 
-def usable_kernels() -> Kernels | None:
-    """Return the library where there is one."""
+def usable_kernels() -> tuple[Kernels | None, str]:
+    """Return the library where there is one, else why there is none."""
     try:
-        return load_kernels()
-    except NoKernelsError:
-        return None
+        return load_kernels(), ""
+    except NoKernelsError as error:
+        return None, str(error)
 
 
 @cache
 def load_kernels(path: Path = LIBRARY) -> Kernels:
     """Load the library once. NoKernelsError says why it can't be."""
     if not path.exists():
-        raise NoKernelsError("this wheel was built without a C++ compiler")
+        raise NoKernelsError("this wheel was built without its kernels (no C++20 compiler, or DRIVETRAIN_CPU_KERNELS=off)")
     try:
         library = ctypes.CDLL(str(path))
         abi = library.drivetrain_abi()

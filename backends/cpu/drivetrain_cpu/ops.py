@@ -24,7 +24,7 @@ from drivetrain_api.v1 import (
 from .attention import HostAttention
 from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
-from .native import usable_kernels
+from .native import Kernels, usable_kernels
 from .pointwise import Gated, InvariantGated, NativeNorm, RmsNorm, Rope, make_add_rms
 from .prepare import Prepare
 from .threads import Threads
@@ -72,10 +72,12 @@ def _attention(own: Providers, spec: Any) -> Provided | Decline:
         return Decline(reason="no selected keys, latent or cross attention")
     if not spec.layout.strided or any(part.dtype not in DTYPES for part in spec.layout.spec.parts):
         return Decline(reason="only strided caches of float32 and bfloat16")
-    kernels = usable_kernels()
-    ways = (
-        "tiles of keys, heads folded" if kernels is None else f"own kernel, {kernels.levels[0]}, and torch for prompts"
-    )
+    kernels, why = usable_kernels()
+    if len({part.dtype for part in spec.layout.spec.parts}) > 1:
+        kernels, why = None, "keys and values of different dtypes"
+    ways = f"tiles of keys, heads folded (own kernel: {why})"
+    if kernels is not None:
+        ways = f"own kernel, {kernels.levels[0]}, and torch for prompts"
     return Provided(
         implementation=HostAttention(spec, own.threads, kernels, invariant=own.deterministic),
         label=f"native: {ways}",
@@ -83,20 +85,24 @@ def _attention(own: Providers, spec: Any) -> Provided | Decline:
     )
 
 
+def _norm_kernels(spec: Any) -> tuple[Kernels | None, str]:
+    """Return the kernels that a norm runs on, if any, and its label."""
+    kernels, why = usable_kernels() if spec.dtype == "float32" else (None, f"none for {spec.dtype} rows")
+    if kernels is None:
+        return None, f"native: norm by length (own kernel: {why})"
+    return kernels, f"native: own kernel, {kernels.levels[0]}"
+
+
 def _rms(own: Providers, spec: Any) -> Provided | Decline:
-    kernels = usable_kernels() if spec.dtype == "float32" else None
-    if kernels is not None:
-        norm = NativeNorm(spec, kernels, own.threads.count)
-        return Provided(implementation=norm, label=f"native: own kernel, {kernels.levels[0]}", traits=INVARIANT)
-    return Provided(implementation=RmsNorm(spec), label="native: norm by length", traits=INVARIANT)
+    kernels, label = _norm_kernels(spec)
+    norm = RmsNorm(spec) if kernels is None else NativeNorm(spec, kernels, own.threads.count)
+    return Provided(implementation=norm, label=label, traits=INVARIANT)
 
 
 def _add_rms(own: Providers, spec: Any) -> Provided | Decline:
-    kernels = usable_kernels() if spec.dtype == "float32" else None
-    if kernels is not None:
-        norm = NativeNorm(spec, kernels, own.threads.count)
-        return Provided(implementation=norm.add, label=f"native: own kernel, {kernels.levels[0]}", traits=INVARIANT)
-    return Provided(implementation=make_add_rms(spec), label="native: norm by length", traits=INVARIANT)
+    kernels, label = _norm_kernels(spec)
+    norm = make_add_rms(spec) if kernels is None else NativeNorm(spec, kernels, own.threads.count).add
+    return Provided(implementation=norm, label=label, traits=INVARIANT)
 
 
 def _gated(own: Providers, spec: Any) -> Provided | Decline:

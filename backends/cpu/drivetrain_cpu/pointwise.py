@@ -67,17 +67,18 @@ class RmsNorm:
 class NativeNorm:
     """norm.rms/1 and norm.add_rms/1 in one pass each, by this wheel's own kernel, for float32 rows."""
 
-    def __init__(self, spec: RmsNormSpec | AddRmsNormSpec, kernels: Kernels, threads: int) -> None:
-        self._norm, self._eps, self._threads = kernels.norm, spec.eps, threads
+    def __init__(self, spec: RmsNormSpec | AddRmsNormSpec, kernels: Kernels, threads: int, *, level: int = 0) -> None:
+        """``level``: a place in the library's levels."""
+        self._norm, self._eps, self._level, self._threads = kernels.norm, spec.eps, level, threads
         self._weights = ScaledWeights(spec.offset)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [..., size], weight [size] or [N, size] -> [..., size]."""
-        return self._norm(x, None, self._weights.get(weight), self._eps, self._threads)[0]
+        return self._norm(x, None, self._weights.get(weight), self._eps, self._level, self._threads)[0]
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Pair:
         """x and residual [T, size] -> normed, total."""
-        return self._norm(x, residual, self._weights.get(weight), self._eps, self._threads)
+        return self._norm(x, residual, self._weights.get(weight), self._eps, self._level, self._threads)
 
 
 def make_add_rms(spec: AddRmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]:

@@ -108,6 +108,10 @@ const char* drivetrain_level(int number) { return number < level_count ? levels[
 int drivetrain_linear(const float* x, const uint16_t* weight, float* out, int64_t rows, int64_t outs, int64_t in,
                       int level, int threads) {
     const Level& chosen = *levels[level];
+    if (in < 1) {
+        for (int64_t i = 0; i < rows * outs; ++i) out[i] = 0.0f;
+        return 0;
+    }
     const int64_t padded = (in + chosen.pairs - 1) / chosen.pairs * chosen.pairs;
     std::unique_ptr<float[]> spread(new (std::nothrow) float[rows * padded]);
     if (!spread) return 1;

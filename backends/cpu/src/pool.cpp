@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -67,9 +68,19 @@ struct Pool {
         }
     }
 
+    // One more helper, unless the system refuses: the caller does the work then.
+    bool start() {
+        try {
+            std::thread([this, number = helpers] { serve(number); }).detach();
+        } catch (const std::system_error&) {
+            return false;
+        }
+        return true;
+    }
+
     void run(Work what, const void* with, int64_t chunks, int threads) {
         std::lock_guard<std::mutex> lock(one_caller);
-        for (; helpers < threads - 1; ++helpers) std::thread([this, n = helpers] { serve(n); }).detach();
+        while (helpers < threads - 1 && start()) ++helpers;
         work = what;
         job = with;
         done.store(0, std::memory_order_relaxed);
@@ -79,11 +90,13 @@ struct Pool {
         signal.fetch_add(1, std::memory_order_seq_cst);
         if (sleepers.load(std::memory_order_seq_cst) > 0) signal.notify_all();
         help();
-        for (int look = 0; done.load(std::memory_order_acquire) < chunks; ++look) {
-            if (look < PATIENCE)
+        for (int look = 0; done.load(std::memory_order_acquire) < chunks;) {
+            if (look < PATIENCE) {
+                ++look;
                 relax();
-            else
+            } else {
                 sched_yield();
+            }
         }
     }
 };
