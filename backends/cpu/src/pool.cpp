@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int SPINS = 2000;          // looks at the state before a helper sleeps, some tens of microseconds
+constexpr int SPINS = 20000;          // looks at the state before a helper sleeps: some 0.3 ms, the time between two products
 constexpr int PATIENCE = 4000;       // looks before a caller that waits for helpers lets others run
 constexpr uint64_t FIELD = 1u << 20;  // chunks of a job, and the next one, have 20 bits each
 constexpr int64_t MOST_CHUNKS = FIELD - 1;
