@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t PANEL_BYTES = 256 << 10;
+constexpr int64_t SPREAD_BYTES = 4 << 20;  // the most that a copy of rows takes
 constexpr int64_t CHUNK_BYTES = 64 << 10, MOST_CHUNK_BYTES = 1 << 20;
 constexpr int64_t CHUNKS_A_THREAD = 8, CHUNK_OUTS = 40, SPREAD_ROWS = 16, NORM_ROWS = 32;  // a multiple of what every level does at once
 
@@ -113,13 +114,17 @@ int drivetrain_linear(const float* x, const uint16_t* weight, float* out, int64_
         return 0;
     }
     const int64_t padded = (in + chosen.pairs - 1) / chosen.pairs * chosen.pairs;
-    std::unique_ptr<float[]> spread(new (std::nothrow) float[rows * padded]);
+    const int64_t most = SPREAD_BYTES / (4 * padded), piece = most < SPREAD_ROWS ? SPREAD_ROWS : most;
+    std::unique_ptr<float[]> spread(new (std::nothrow) float[(rows < piece ? rows : piece) * padded]);
     if (!spread) return 1;
     const int64_t panel = PANEL_BYTES / (4 * padded);
-    Job job{&chosen, {weight, spread.get(), out, rows, in, padded, outs, panel < 16 ? 16 : panel}, outs, 0, x, spread.get()};
-    run_chunks(do_rows, &job, (rows + SPREAD_ROWS - 1) / SPREAD_ROWS, threads);
-    job.chunk = chunk_outs(outs, in, threads);
-    run_chunks(do_chunk, &job, (outs + job.chunk - 1) / job.chunk, threads);
+    for (int64_t first = 0; first < rows; first += piece) {
+        const int64_t some = rows - first < piece ? rows - first : piece;
+        Job job{&chosen, {weight, spread.get(), out + first * outs, some, in, padded, outs, panel < 16 ? 16 : panel},
+                outs, chunk_outs(outs, in, threads), x + first * in, spread.get()};
+        run_chunks(do_rows, &job, (some + SPREAD_ROWS - 1) / SPREAD_ROWS, threads);
+        run_chunks(do_chunk, &job, (outs + job.chunk - 1) / job.chunk, threads);
+    }
     return 0;
 }
 
