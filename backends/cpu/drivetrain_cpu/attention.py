@@ -20,6 +20,7 @@ import torch
 from drivetrain_api.v1 import AttentionBatch, AttentionSpec, AttentionTraits, CacheHandle
 
 from .attention_plan import HostPlan, Piece, Planner, Row, Span
+from .attention_spans import SPAN_BYTES, attend_pieces, finish, query_blocks, span_pieces, visible
 from .attention_tiles import attend_each_query, attend_tiles
 from .native import AttentionJob, Kernels
 from .threads import Threads
@@ -32,7 +33,9 @@ Parts = tuple[torch.Tensor, ...]
 class HostAttention:
     """One spec's ``PagedAttention``. ``invariant``: every query's sums are its own, whatever the batch and chunk."""
 
-    traits = AttentionTraits(lengths="device", row_order="any", graph="never", workspace_bytes=SCORE_BYTES * 3)
+    traits = AttentionTraits(
+        lengths="device", row_order="any", graph="never", workspace_bytes=SCORE_BYTES * 3 + SPAN_BYTES
+    )
 
     def __init__(
         self, spec: AttentionSpec, threads: Threads, kernels: Kernels | None, *, invariant: bool = False, level: int = 0
@@ -154,17 +157,29 @@ class HostAttention:
         return self._unfold(sums, row.queries)
 
     def _many(self, q: torch.Tensor, parts: Parts, span: Span, sink: torch.Tensor | None) -> torch.Tensor:
-        """q [n, H, D] -> [n, H, Dv] float32: blocks of queries, each against the keys it may see."""
+        """q [n, H, D] -> [n, H, Dv] float32: blocks of queries, each against the keys it may see, widened at once where
+        they are few enough, else in pieces."""
         spec = self._spec
-        whole = Piece(blocks=span.blocks, run=span.run, first=0, end=span.length - span.begin)
-        k, v = (gather(part, whole) for part in parts)
-        out = q.new_empty((span.queries, spec.num_heads, spec.v_head_dim), dtype=torch.float32)
-        step = max(16, min(256, SCORE_BYTES // (4 * spec.num_heads * k.shape[1])))
-        base = span.length - span.queries
-        for first in range(0, span.queries, step):
-            end = min(first + step, span.queries)
-            high = base + end - span.begin if spec.causal else k.shape[1]
-            low = 0 if spec.window is None else max(0, base + first - spec.window + 1 - span.begin)
+        pieces = span_pieces(spec, self._planner.size, span)
+        out = torch.empty((span.queries, spec.num_heads, spec.v_head_dim), dtype=torch.float32)
+        step = max(16, min(256, SCORE_BYTES // (4 * spec.num_heads * pieces[0][1].end)))
+        blocks, base = query_blocks(span.queries, step), span.length - span.queries
+        if len(pieces) > 1:
+            for first, end in blocks:
+                places = (base + first, base + end)
+                state = attend_pieces(
+                    spec,
+                    self._planner,
+                    self._fold(q[first:end]),
+                    places,
+                    pieces,
+                    lambda piece, n: gather(parts[n], piece),
+                )
+                out[first:end] = self._unfold(finish(state, sink), end - first)
+            return out
+        k, v = (gather(part, pieces[0][1]) for part in parts)
+        for first, end in blocks:
+            low, high = visible(spec, (base + first, base + end), span.begin, k.shape[1])
             scores = torch.bmm(self._fold(q[first:end]), k[:, low:high].transpose(1, 2))
             keys = torch.arange(low, high) + span.begin
             hidden = ~self._planner.near(keys, torch.arange(base + first, base + end).unsqueeze(-1))

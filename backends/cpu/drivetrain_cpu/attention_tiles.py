@@ -56,7 +56,7 @@ def _piece(spec: AttentionSpec, folded: torch.Tensor, parts: Parts, tiles: Tiles
     if hidden is not None and tiles.queries > 1:
         hidden = hidden.repeat(1, q.shape[2] // tiles.queries, 1, 1).flatten(1, 2).unsqueeze(1)
     scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(*q.shape[:3], tiles.size)
-    weights, top, total = _soften(spec, scores, hidden, piece.dead)
+    weights, top, total = soften(spec, scores, hidden, piece.dead)
     sums = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
     return top, total, sums.view(*q.shape[:3], -1)
 
@@ -70,7 +70,7 @@ def gather_tiles(part: torch.Tensor, blocks: torch.Tensor, size: int, outside: t
     return tiles.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
 
-def _soften(spec: AttentionSpec, scores: torch.Tensor, hidden: torch.Tensor | None, dead: bool) -> Softmax:
+def soften(spec: AttentionSpec, scores: torch.Tensor, hidden: torch.Tensor | None, dead: bool) -> Softmax:
     """scores [N, K, rows, tile] -> weights of the same shape, their maximum and sum [N, K, rows, 1].
 
     ``dead``: some row may see nothing; its maximum is then -inf and its weights are 0.
@@ -138,6 +138,6 @@ def _one_tile(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     """q [n, K, G, D], k and v [K, tile, ..], hidden [n, tile]: softmax parts of one tile for each query."""
     count, heads = len(q), range(k.shape[0])
     scores = torch.stack([torch.bmm(q[:, h], k[h].T.expand(count, -1, -1)) for h in heads], 1)
-    weights, top, total = _soften(spec, scores, hidden[:, None, None], True)
+    weights, top, total = soften(spec, scores, hidden[:, None, None], True)
     sums = torch.stack([torch.bmm(weights[:, h], v[h].expand(count, -1, -1)) for h in heads], 1)
     return top, total, sums

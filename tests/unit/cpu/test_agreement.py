@@ -84,8 +84,9 @@ def test_attention_over_blocks_that_follow_each_other(dtype):
 def test_attention_cut_into_pieces(monkeypatch):
     """Scratch and score limits cut tiles and queries; results stay within rounding."""
     from drivetrain_cpu import attention as host
-    from drivetrain_cpu import attention_plan, attention_tiles
+    from drivetrain_cpu import attention_plan, attention_spans, attention_tiles
 
+    monkeypatch.setattr(attention_spans, "SPAN_BYTES", 12_000)
     monkeypatch.setattr(attention_plan, "SCRATCH_BYTES", 50_000)
     monkeypatch.setattr(attention_tiles, "SCORE_BYTES", 20_000)
     monkeypatch.setattr(host, "SCORE_BYTES", 20_000)
