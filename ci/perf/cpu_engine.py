@@ -223,7 +223,7 @@ def facts() -> dict[str, Any]:
         "machine": {"processor": processor_name(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version(), "torch": version("torch"), "numpy": version("numpy")},
         "commit": commit.stdout.strip() + ("+" if changed.stdout.strip() else ""),
-        "command": "python ci/perf/cpu_engine.py " + " ".join(Path(a).name for a in sys.argv[1:]),
+        "command": f"python ci/perf/{Path(sys.argv[0]).name} " + " ".join(Path(a).name for a in sys.argv[1:]),
     }
 
 
