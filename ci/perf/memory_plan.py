@@ -2,7 +2,7 @@
 
     python ci/perf/memory_plan.py MODEL [--json FILE]
 
-Each case is one run of ``engine plan --measure``: MODEL as it is, in float32 and with small steps, and dummy models whose
+Each case is one run of ``engine plan --measure``: MODEL as it is, in float32, with small steps, and dummy models whose
 largest term is another one each time. Exit status 1 when a plan misses by more than 5 % or weights are not exact.
 """
 
