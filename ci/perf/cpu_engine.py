@@ -6,6 +6,7 @@
   bandwidth / bytes of weights that a token reads. Medians over rounds.
 - deterministic: the same steps with ``--deterministic``, in alternating rounds: at 1 and 8 requests, and a prompt.
 - repeated prompt: seconds from submission to the first token of a 1,000-token prompt, new and again.
+- start: ``engine --help``, and ``engine serve`` until ready.
 - host: one-layer model of 16 channels at 1 and 256 rows: whole steps, and what is left of them without the ops
   (embedding, layers, norm, logits, draws), which is what schedule, prepare, launch and commit cost beside calling ops.
 """
@@ -15,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -33,6 +36,7 @@ from drivetrain.launch import Opened, describe, open_loop, resolve_device
 from drivetrain.params import GenerateRequest, SamplingParams
 from drivetrain_cpu.plugin import processor_name
 
+ENGINE = [sys.executable, "-m", "drivetrain"]
 PROMPT, STEPS, READ_BYTES = 128, 48, 512 << 20
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -199,6 +203,37 @@ def host_cost(rows: int) -> dict[str, float]:
     return {"rows": rows, "step_ms": statistics.median(whole) * 1e3, "without_ops_ms": statistics.median(own) * 1e3}
 
 
+def starts(model: str, rounds: int) -> dict[str, float]:
+    """Seconds of ``engine --help``, and from starting ``engine serve`` until /ready says 200: medians."""
+    helps, ready = [], []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        subprocess.run([*ENGINE, "--help"], stdout=subprocess.DEVNULL, check=True)
+        helps.append(time.perf_counter() - begin)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        begin = time.perf_counter()
+        flags = ["--device", "cpu", "--dtype", "bfloat16", "--port", str(port)]
+        with subprocess.Popen([*ENGINE, "serve", model, *flags], stdout=subprocess.DEVNULL) as server:
+            while not answers(f"http://127.0.0.1:{port}/ready"):
+                if server.poll() is not None:
+                    raise RuntimeError("the server ended before it was ready")
+                time.sleep(0.02)
+            ready.append(time.perf_counter() - begin)
+            server.terminate()
+    return {"help_s": statistics.median(helps), "ready_s": statistics.median(ready), "ready_slowest_s": max(ready)}
+
+
+def answers(url: str) -> bool:
+    """Say whether a GET gives 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
 def timed(owner: Any, name: str, spent: list[float]) -> None:
     """Let a method add its seconds to ``spent``."""
     method = getattr(owner, name)
@@ -245,6 +280,8 @@ def main() -> None:
     print(json.dumps(found["deterministic"], indent=1))
     plain.opened.loop.close()
     fixed.opened.loop.close()
+    found["start"] = starts(args.model, min(3, args.rounds))
+    print(json.dumps(found["start"], indent=1))
     found["host"] = [host_cost(rows) for rows in (1, 256)]
     print(json.dumps(found["host"], indent=1))
     if args.json:
