@@ -103,7 +103,9 @@ def usable_kernels() -> tuple[Kernels | None, str]:
 def load_kernels(path: Path = LIBRARY) -> Kernels:
     """Load the library once. NoKernelsError says why it can't be."""
     if not path.exists():
-        raise NoKernelsError("this wheel was built without its kernels (no C++20 compiler, or DRIVETRAIN_CPU_KERNELS=off)")
+        raise NoKernelsError(
+            "this wheel was built without its kernels (no C++20 compiler, or DRIVETRAIN_CPU_KERNELS=off)"
+        )
     try:
         library = ctypes.CDLL(str(path))
         abi = library.drivetrain_abi()
