@@ -141,7 +141,8 @@ class Planner:
         """Rows of few queries become tiles where they are many and short, else rows; the others become spans."""
         starts, slots = batch.query_start_host, batch.slots_dev.numpy()
         host = _Host(starts=starts, lengths=batch.lengths_dev.numpy(), table=batch.block_table_dev.numpy())
-        if self._compiled and batch.num_decode_rows == batch.num_tokens == batch.num_rows and host.lengths.min() > 0:
+        steady = 0 < batch.num_decode_rows == batch.num_tokens == batch.num_rows
+        if self._compiled and steady and host.lengths.min() > 0:
             rows_of = np.arange(batch.num_rows)
             return self._plan(slots, entries=self._job(host.table, rows_of, rows_of, host.lengths - 1, host.lengths))
         queries = np.diff(starts)
