@@ -144,7 +144,8 @@ def test_a_repeat_installs_nothing_and_remembers_the_torch_requirement(root, tmp
     stamps.mkdir(parents=True)
     for name in ("python", "torch", "runtime", "demo", "dev"):
         (stamps / name).write_text("torch==2.10.0\n" if name == "torch" else "")
-    newest = max(path.stat().st_mtime for path in root.glob("**/pyproject.toml") if ".venv" not in path.parts)
+    sources = [*root.glob("**/pyproject.toml"), *root.glob("backends/cpu/src/*"), root / "backends/cpu/hatch_build.py"]
+    newest = max(path.stat().st_mtime for path in sources if ".venv" not in path.parts)
     for number, name in enumerate(("python", "torch", "runtime", "demo", "dev"), 1):
         os.utime(stamps / name, (newest + number, newest + number))
     done = subprocess.run(
