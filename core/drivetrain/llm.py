@@ -28,7 +28,8 @@ Place = Literal["process", "inline"]
 
 
 class LLM:
-    """One loaded model. Not thread-safe: one thread calls it. Close it, or use it in a ``with`` statement."""
+    """One loaded model. Calls may overlap, also from several threads: one of them steps the loop for all. Close it, or
+    use it in a ``with`` statement."""
 
     def __init__(self, model: str, *, loop: Place = "process", device: str = "auto", **settings: Any) -> None:
         """Load ``model``. ``settings`` are fields of ``EngineConfig``. DeviceError precedes every error of the model.

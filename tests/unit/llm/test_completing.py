@@ -241,3 +241,37 @@ def test_drawn_seeds_follow_the_engine_seed():
 
     assert seeds(1) == seeds(1) != seeds(2)
     assert len(set(seeds(1))) == 4
+
+
+def test_calls_may_overlap(completer, loop):
+    """Two streams read in turn, a call and a pooling amid them: each gets its own, all of it."""
+    one, two = completer.stream(ids("a"), greedy(max_tokens=9)), completer.stream(ids("k"), greedy(max_tokens=7))
+    first, second = next(one).text, next(two).text
+    assert completer.complete([ids("x")], [greedy(max_tokens=2)])[0].completions[0].text == "yz"
+    assert completer.pool([ids("q")], PoolingParams())[0].tolist() == [ord("q")]
+    for delta in two:
+        second += delta.text
+    for delta in one:
+        first += delta.text
+    assert (first, second) == ("bcdefghij", "lmnopqr") and not loop.requests and not loop.aborted
+
+
+def test_a_stream_left_early_amid_others_ends_only_itself(completer, loop):
+    one, two = completer.stream(ids("a"), greedy(max_tokens=9)), completer.stream(ids("k"), greedy(max_tokens=7))
+    next(one)
+    text = next(two).text
+    one.close()
+    assert len(loop.aborted) == 1
+    assert text + "".join(d.text for d in two) == "lmnopqr"
+
+
+def test_calls_from_several_threads(completer, loop):
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask(letter):
+        return completer.complete([ids(letter)], [greedy(max_tokens=6)])[0].completions[0].text
+
+    letters = [LETTERS[n % 20] for n in range(200)]
+    with ThreadPoolExecutor(6) as threads:
+        texts = list(threads.map(ask, letters))
+    assert texts == [LETTERS[(ord(x) - 96) :][:6] for x in letters] and not loop.requests
