@@ -113,6 +113,18 @@ class Completer:
         self._fan_out = FanOut(seed)
         self._running: dict[int, Running] = {}
         self._lock = RLock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse all further calls, and the rest of streams that are under way."""
+        with self._lock:
+            self._closed = True
+            self._running.clear()
+
+    def require_open(self) -> None:
+        """Raise DrivetrainError once it is closed."""
+        if self._closed:
+            raise DrivetrainError("this LLM is closed", fix="open another; streams end with the LLM they came from")
 
     def complete(self, prompts: Sequence[np.ndarray], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Complete all prompts together. RequestError for one that is too long, before any runs."""
@@ -177,6 +189,7 @@ class Completer:
     @contextmanager
     def _entered(self) -> Iterator[Submit]:
         """What submits a call's requests; on the way out those that still run end."""
+        self.require_open()
         submit = Submit(self._loop, self._running, self._lock)
         try:
             yield submit
@@ -195,6 +208,7 @@ class Completer:
     def _step(self, mine: Sequence[Running]) -> None:
         """Run one step for all calls, unless another thread has just brought what this call waits for."""
         with self._lock:
+            self.require_open()
             if all(one.done for one in mine):
                 return
             for outputs in self._loop.step():

@@ -117,10 +117,12 @@ class LLM:
 
     def stats(self) -> Any:
         """Return the loop's figures: waiting, running, cache use, preemptions, prefix hits."""
+        self._completer.require_open()
         return self._loop.stats()
 
     def close(self) -> None:
-        """End the loop and free the device. Safe to call again."""
+        """End the loop and free the device. Safe to call again; every other call then raises DrivetrainError."""
+        self._completer.close()
         self._loop.close()
 
     def __enter__(self) -> Self:

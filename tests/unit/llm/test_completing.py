@@ -275,3 +275,18 @@ def test_calls_from_several_threads(completer, loop):
     with ThreadPoolExecutor(6) as threads:
         texts = list(threads.map(ask, letters))
     assert texts == [LETTERS[(ord(x) - 96) :][:6] for x in letters] and not loop.requests
+
+
+def test_after_close_every_call_says_so(completer, loop):
+    stream = completer.stream(ids("a"), greedy(max_tokens=9))
+    next(stream)
+    completer.close()
+    completer.close()
+    for call in (
+        lambda: next(stream),
+        lambda: completer.complete([ids("a")], [greedy()]),
+        lambda: completer.pool([ids("a")], PoolingParams()),
+        lambda: next(completer.stream(ids("a"), greedy())),
+    ):
+        with pytest.raises(DrivetrainError, match="closed"):
+            call()
