@@ -6,7 +6,7 @@ with LLM("path/to/model") as llm:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -136,13 +136,19 @@ class LLM:
     def _encode(self, prompts: Prompts) -> list[np.ndarray]:
         if isinstance(prompts, str):
             return [self._text.encode(prompts, True)]
+        if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+            what = "it must be text, token ids, or a list of them"
+            raise RequestError(f"prompts is {prompts!r}; {what}", param="prompts")
         items: list[Any] = list(prompts)
         if items and all(isinstance(item, int | np.integer) for item in items):
             items = [items]
         return [self._text.encode(item, True) if isinstance(item, str) else self._checked(item) for item in items]
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        given = np.asarray(ids)
+        try:
+            given = np.asarray(ids)
+        except ValueError as error:
+            raise RequestError(f"a prompt is {ids!r}: {error}", param="prompts") from error
         if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
             raise RequestError("a prompt of token ids must be a flat list of integers", param="prompts")
         if given.size and not (0 <= int(given.min()) and int(given.max()) < self.vocabulary):
@@ -153,6 +159,8 @@ class LLM:
 def _each(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(f"params is {params!r}; it must be SamplingParams, or one a prompt", param="params")
     if len(params) != count:
         raise RequestError(
             f"{len(params)} parameters for {count} prompts", fix="give one, or one a prompt", param="params"

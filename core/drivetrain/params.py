@@ -37,9 +37,13 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in KINDS.items():
+            _check_kind(name, getattr(self, name), kind)
+        for name, entry in (("stop", str), ("stop_token_ids", int)):
+            _check_entries(name, getattr(self, name), entry)
         checks = (
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or more, in 32 bits"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}"),
@@ -51,6 +55,35 @@ class SamplingParams:
         for name, ok, allowed in checks:
             if not ok:
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be {allowed}", param=name)
+
+
+# What a field of ``SamplingParams`` takes. A whole number is also a real one; true and false are neither.
+KINDS: dict[str, tuple[str, tuple[type, ...], bool]] = {
+    "temperature": ("a number", (int, float), False),
+    "top_k": ("a whole number", (int,), False),
+    "top_p": ("a number", (int, float), False),
+    "min_p": ("a number", (int, float), False),
+    "seed": ("a whole number or None", (int,), True),
+    "n": ("a whole number", (int,), False),
+    "max_tokens": ("a whole number or None", (int,), True),
+    "include_stop_str_in_output": ("true or false", (bool,), False),
+    "ignore_eos": ("true or false", (bool,), False),
+    "logprobs": ("a whole number or None", (int,), True),
+}
+
+
+def _check_kind(name: str, value: object, kind: tuple[str, tuple[type, ...], bool]) -> None:
+    what, types, optional = kind
+    if value is None and optional:
+        return
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise RequestError(f"{name} is {value!r}; it must be {what}", param=name)
+
+
+def _check_entries(name: str, value: object, entry: type) -> None:
+    if not isinstance(value, tuple | list) or not all(type(one) is entry for one in value):
+        what = "strings" if entry is str else "whole numbers"
+        raise RequestError(f"{name} is {value!r}; it must be a tuple of {what}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

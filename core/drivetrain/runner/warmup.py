@@ -76,8 +76,11 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
 
 
 def run_largest(runner: Runner, limits: StepLimits) -> None:
-    """Run the steps that need the most memory: one prompt of all tokens, then a full batch that samples."""
-    run_dummy(runner, prefill_plan(runner, 1, limits.tokens, 1), Variant())
+    """Run the steps that need the most memory: prompts of all tokens, as few and long as the context allows, then a
+    full batch that samples."""
+    prompts = min(limits.rows, fewest_rows(limits.tokens, runner.config.max_model_len))
+    tokens = min(limits.tokens, prompts * runner.config.max_model_len)
+    run_dummy(runner, prefill_plan(runner, prompts, tokens, 1), Variant())
     rows = min(limits.rows, limits.tokens)
     run_dummy(runner, decode_plan(runner, rows, 1), Variant(flags=EVERY_FILTER))
 
@@ -144,7 +147,7 @@ def fixed_plans(runner: Runner, limits: StepLimits) -> Iterator[StepPlan]:
     policy, builder = runner.backend.shapes, runner.builder
     yield changes_plan(runner)
     longest = sorted({min(b, max(builder.max_widths, default=1)) for b in policy.blocks_per_row or (1,)})
-    for tokens, rows in reachable(policy, limits):
+    for tokens, rows in reachable(policy, limits, runner.config.max_model_len):
         for blocks in longest:
             length = blocks * max(builder.block_tokens, default=1)
             yield prefill_plan(runner, rows, tokens, length)
@@ -152,13 +155,18 @@ def fixed_plans(runner: Runner, limits: StepLimits) -> Iterator[StepPlan]:
                 yield plan
 
 
-def reachable(policy: ShapePolicy, limits: StepLimits) -> list[tuple[int, int]]:
-    """Return one real (tokens, rows) for each pair of buckets that some plan within the limits is padded
-    to."""
+def fewest_rows(tokens: int, longest: int) -> int:
+    """Return how many sequences of up to ``longest`` tokens a step of so many query tokens takes at least."""
+    return -(-tokens // longest)
+
+
+def reachable(policy: ShapePolicy, limits: StepLimits, longest: int) -> list[tuple[int, int]]:
+    """Return one real (tokens, rows) for each pair of buckets that some plan within the limits is padded to;
+    ``longest``: tokens of a sequence."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for rows in range(1, limits.rows + 1):
         for tokens in sorted({rows, limits.tokens, *policy.tokens, *(size - 1 for size in policy.tokens)}):
-            if not rows <= tokens <= limits.tokens:
+            if not rows <= tokens <= min(limits.tokens, rows * longest):
                 continue
             padded_tokens = next((t for t in policy.tokens if t >= tokens), tokens)
             needed = rows + (1 if padded_tokens > tokens else 0)

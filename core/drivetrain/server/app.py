@@ -141,7 +141,7 @@ class App:
 
     async def _ready(self, exchange: Exchange) -> None:
         """GET /ready: requests are served now; 503 with the reason otherwise."""
-        self._front.check_ready()
+        self._front.check_awake()
         await self._json(exchange, {"status": "ready"})
 
     async def _version(self, exchange: Exchange) -> None:
@@ -149,7 +149,7 @@ class App:
 
     async def _metrics(self, exchange: Exchange) -> None:
         metrics = self._front.metrics
-        metrics.ready.set(self._front.supervisor.state == "ready" and self._front.text is not None)
+        metrics.ready.set(self._front.awake)
         await exchange.answer(200, metrics.render(), {"Content-Type": CONTENT_TYPE})
 
     async def _models(self, exchange: Exchange) -> None:

@@ -171,14 +171,25 @@ class FrontEnd:
             raise self._unavailable()
         return self.supervisor.ready
 
+    @property
+    def awake(self) -> bool:
+        """Whether requests are taken and the loop has answered lately."""
+        return self.supervisor.state == "ready" and self.text is not None and not self.supervisor.silent_seconds
+
+    def check_awake(self) -> None:
+        """UnavailableError while no loop takes requests, or the one that does has not answered for long."""
+        self.check_ready()
+        if silent := self.supervisor.silent_seconds:
+            raise self._unavailable(f"the loop has not answered for {silent:.0f} s")
+
     def check_ready(self) -> Text:
         """Return the tokenizer's side. UnavailableError while no loop takes requests."""
         if self.supervisor.state != "ready" or self.text is None:
             raise self._unavailable()
         return self.text
 
-    def _unavailable(self) -> UnavailableError:
-        why = self.supervisor.why or "the tokenizer is being loaded"
+    def _unavailable(self, why: str = "") -> UnavailableError:
+        why = why or self.supervisor.why or "the tokenizer is being loaded"
         return UnavailableError(why, retry_after=RESTART_SECONDS, fix=f"try again in {RESTART_SECONDS} s")
 
     async def submit(self, job: Job) -> Reply:
@@ -227,6 +238,10 @@ class FrontEnd:
     async def close(self) -> None:
         """End the loop's process."""
         await self.supervisor.stop()
+        self.end_all()
+
+    def end_all(self) -> None:
+        """End what still runs: its clients are told that the server is stopping."""
         self._end_all("the server is stopping")
 
     def _hear(self, message: FromLoop) -> None:

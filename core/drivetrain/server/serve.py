@@ -26,7 +26,8 @@ from drivetrain.server.supervisor import Watch
 from drivetrain.server.text import Text, TextPool
 from drivetrain.tokens.text import load_text
 
-DRAIN_SECONDS = 30
+DRAIN_SECONDS = 30  # for running requests once the server was told to stop; what is left is told so
+SAY_SECONDS = 5  # for writing that
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: theirs is the side that closes
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -64,7 +65,7 @@ def serve_spec(
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS + SAY_SECONDS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         ws="none",
     )
@@ -149,6 +150,7 @@ class Serving:
             os._exit(128 + number)
         print(f"{number.name}: finishing what runs; once more ends at once", file=sys.stderr, flush=True)
         self._http.should_exit = True
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._front.end_all)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -23,10 +23,12 @@ DRAIN_AT_ONCE = 64
 class Watch:
     """How patient a supervisor is, in seconds.
 
+    ``silent``: after so long without an answer the loop does not count as ready; after ``hang`` it is replaced.
     ``backoff_first`` doubles up to ``backoff_max`` as long as loops die before they have been ``stable``.
     """
 
     start: float = 1800.0
+    silent: float = 15.0
     hang: float = 120.0
     backoff_first: float = 0.5
     backoff_max: float = 30.0
@@ -66,6 +68,12 @@ class Supervisor:
     def pid(self) -> int | None:
         """Id of the present process."""
         return self._child.pid if self._child else None
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since a ready loop was heard, where that is suspiciously long; else 0."""
+        since = time.monotonic() - self._heard
+        return since if self.state == "ready" and since > self._watch.silent else 0.0
 
     def spawn(self) -> None:
         """Start the first process; it builds its loop while this one does other things."""

@@ -99,8 +99,9 @@ def test_reachable_shapes_are_exactly_those_of_random_plans(seed: int) -> None:
         for tokens in range(rows, limits.tokens + 1):
             padded = bucket(policy.tokens, tokens)
             seen.add((padded, bucket(policy.rows, rows + (padded > tokens))))
-    found = reachable(policy, limits)
+    found = reachable(policy, limits, 64)
     assert len(found) == len(seen)
+    assert all(tokens <= 5 * rows for tokens, rows in reachable(policy, limits, 5))
     for tokens, rows in found:
         padded = bucket(policy.tokens, tokens)
         seen.remove((padded, bucket(policy.rows, rows + (padded > tokens))))

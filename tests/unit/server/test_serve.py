@@ -20,16 +20,19 @@ CODE = """
 import sys
 from drivetrain.config import ServerConfig
 from drivetrain.errors import DrivetrainError
-from drivetrain.server.serve import serve_spec
+from drivetrain.server import serve
+from drivetrain.server.supervisor import Watch
 from tests.unit.server.fakes import ByteText, spec
 
 options = dict(one.split("=") for one in sys.argv[2:])
 text = ByteText
+serve.DRAIN_SECONDS = float(options.pop("drain", "30"))
+watch = Watch(silent=float(options.pop("silent", "15")))
 if options.pop("text", ""):
     def text(config):
         raise DrivetrainError("the tokenizer is no tokenizer")
 try:
-    code = serve_spec(spec(**options), ServerConfig(port=int(sys.argv[1])), text)
+    code = serve.serve_spec(spec(**options), ServerConfig(port=int(sys.argv[1])), text, watch)
 except DrivetrainError as error:
     print("error:", error)
     code = 2
@@ -141,6 +144,52 @@ def test_the_second_signal_ends_at_once(start):
     thread.join()
     assert code == 128 + signal.SIGTERM
     assert gone(child)
+
+
+def test_what_still_runs_when_the_time_is_up_is_told_so(start):
+    server = start("step_seconds=0.02", "drain=1.0")
+    url = server.ready()
+    answers: list[httpx.Response] = []
+
+    def ask(stream: bool) -> None:
+        body = {"prompt": "go", "max_tokens": 4000, "stream": stream}
+        answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    while "drivetrain_requests_running 2.0" not in httpx.get(f"{url}/metrics").text:
+        pass
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    whole, stream = sorted(answers, key=lambda one: "event-stream" in one.headers["content-type"])
+    assert whole.status_code == 503 and "the server is stopping" in whole.json()["error"]["message"]
+    assert (
+        stream.status_code == 200
+        and "the server is stopping" in stream.text.split("data: ")[-1 - stream.text.count("[DONE]")]
+    )
+    code, text = server.end()
+    assert code == 0 and "Traceback" not in text, text
+
+
+def test_a_silent_loop_is_not_ready_and_becomes_so_again(start):
+    server = start("silent=0.6")
+    url = server.ready()
+    child = child_of(server.process.pid)
+    os.kill(child, signal.SIGSTOP)
+    try:
+        while (answer := httpx.get(f"{url}/ready")).status_code == 200:
+            time.sleep(0.02)
+        assert "has not answered" in answer.json()["error"]["message"]
+        assert "drivetrain_ready 0.0" in httpx.get(f"{url}/metrics").text
+        assert httpx.get(f"{url}/health").status_code == 200
+    finally:
+        os.kill(child, signal.SIGCONT)
+    while httpx.get(f"{url}/ready").status_code != 200:
+        time.sleep(0.02)
+    server.process.terminate()
+    assert server.end()[0] == 0
 
 
 def test_health_answers_while_the_loop_is_built(start):
