@@ -7,13 +7,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 POLICIES = ("fair", "fcfs", "priority", "shortest-uncached-first")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_PROBE_SECONDS = 3600.0
+RANGES: dict[str, tuple[int, int]] = {
+    "max_model_len": (0, 2**31 - 1),
+    "max_num_seqs": (1, 65536),
+    "max_num_batched_tokens": (1, 2**24),
+    "block_size": (0, 65536),
+    "cache_bytes": (0, 2**50),
+    "tensor_parallel_size": (1, 1024),
+    "depth": (0, 64),
+    "num_threads": (1, 1024),
+    "seed": (-(2**63), 2**64 - 1),
+    "port": (0, 65535),
+    "max_queued_requests": (1, 2**31 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +72,13 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load-format", self.load_format, LOAD_FORMATS)
         _one_of("scheduling-policy", self.scheduling_policy, POLICIES)
-        for name, low in (
-            ("max_model_len", 0),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("block_size", 0),
-            ("cache_bytes", 0),
-            ("tensor_parallel_size", 1),
-            ("depth", 0),
-        ):
-            if getattr(self, name) < low:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is {getattr(self, name)}", fix=f"give {low} or more")
+        _check_ranges(self)
         if not 0.0 <= self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"--memory-utilization is {self.memory_utilization}",
-                fix="give a part between 0 and 1, such as 0.5",
+                fix="give a part above 0 and up to 1, such as 0.5; 0 stands for the default",
             )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ConfigError(f"--num-threads is {self.num_threads}", fix="give 1 or more")
+        check_probe_timeout(self.probe_timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,50 +92,33 @@ class ServerConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}", fix="give a port between 0 (any free one) and 65535")
-        if self.max_queued_requests < 1:
-            raise ConfigError(f"--max-queued-requests is {self.max_queued_requests}", fix="give 1 or more")
+        _one_of("log-level", self.log_level, LOG_LEVELS)
+        _check_ranges(self)
+
+
+def check_probe_timeout(seconds: float) -> None:
+    """Raise ConfigError for a time that can't be waited."""
+    if not 0.0 < seconds <= MAX_PROBE_SECONDS:
+        raise ConfigError(
+            f"--probe-timeout is {seconds}", fix=f"give seconds, above 0 and up to {MAX_PROBE_SECONDS:.0f}"
+        )
+
+
+def _check_ranges(config: EngineConfig | ServerConfig) -> None:
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.name not in RANGES or (value is None and f.default is None):
+            continue
+        low, high = RANGES[f.name]
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"--{f.name.replace('_', '-')} is {value!r}", fix=f"give a whole number, {low} to {high}")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        near = difflib.get_close_matches(value, allowed, 1)
+        near = difflib.get_close_matches(str(value).lower(), allowed, 1)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(allowed)}"
         raise ConfigError(f"--{name} is {value!r}", fix=hint)
-
-
-def known_keys() -> tuple[str, ...]:
-    """Return every key a configuration file may hold, as the long flags are spelt."""
-    return tuple(f.name.replace("_", "-") for kind in (EngineConfig, ServerConfig) for f in fields(kind))
-
-
-def read_file(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file whose keys are the long flags. ConfigError for an unknown key, with the nearest name."""
-    import yaml
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}", fix="give the path of a YAML file") from error
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}", fix="one `flag: value` a line") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"--config {path} holds no mapping", fix="one `flag: value` a line")
-    known = known_keys()
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        name = str(key).replace("_", "-").lstrip("-")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "engine serve --help lists the flags"
-            raise ConfigError(f"--config {path}: unknown key {key!r}", fix=hint)
-        values[name.replace("-", "_")] = value
-    return values
 
 
 def environment() -> dict[str, str]:

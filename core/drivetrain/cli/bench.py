@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drivetrain.cli.flags import ENGINE_FLAGS, add_flags, add_json, add_model, configs, count, write_json
+from drivetrain.cli.flags import ENGINE_FLAGS, add_flags, add_json, add_model, configs, within, write_json
+from drivetrain.errors import ConfigError, StepError
 from drivetrain.params import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from drivetrain.loop import Loop
+
+MOST = 1 << 20  # requests of a pass, whose ids are numbered from a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +40,15 @@ class Timing:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
+    positive = within(1, MOST)
     parser.add_argument("what", choices=("latency", "throughput"), help="one batch's latency, or a queue's throughput")
     add_model(parser)
     add_flags(parser, ENGINE_FLAGS)
-    parser.add_argument("--input-len", type=count, default=128, metavar="N", help="prompt tokens (default 128)")
-    parser.add_argument("--output-len", type=count, default=128, metavar="N", help="new tokens (default 128)")
-    parser.add_argument("--batch-size", type=count, default=1, metavar="N", help="latency: requests together")
-    parser.add_argument("--num-prompts", type=count, default=32, metavar="N", help="throughput: requests in all")
-    parser.add_argument("--num-iters", type=count, default=3, metavar="N", help="measured passes (default 3)")
+    parser.add_argument("--input-len", type=positive, default=128, metavar="N", help="prompt tokens (default 128)")
+    parser.add_argument("--output-len", type=positive, default=128, metavar="N", help="new tokens (default 128)")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="latency: requests together")
+    parser.add_argument("--num-prompts", type=positive, default=32, metavar="N", help="throughput: requests in all")
+    parser.add_argument("--num-iters", type=positive, default=3, metavar="N", help="measured passes (default 3)")
     add_json(parser)
 
 
@@ -61,6 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     opened = open_loop(config, choice)
     try:
+        if shape.input_len + shape.output_len > opened.max_model_len:
+            raise ConfigError(
+                f"--input-len {shape.input_len} and --output-len {shape.output_len} make more than the"
+                f" {opened.max_model_len} tokens of the longest sequence",
+                fix="lower one of them",
+            )
         timings = [one_pass(opened.loop, shape, opened.vocabulary, index) for index in range(arguments.num_iters + 1)]
     finally:
         opened.loop.close()
@@ -100,7 +110,7 @@ def one_pass(loop: Loop, shape: Shape, vocabulary: int, index: int) -> Timing:
                     first.setdefault(request_id, now)
             for end in outputs.finished:
                 if end.reason == "error":
-                    raise RuntimeError(f"request {end.request_id} failed: {end.error}")
+                    raise StepError(f"request {end.request_id} failed: {end.error}")
                 running.discard(end.request_id)
     return Timing(total=time.perf_counter() - begin, first_token=max(first.values()), steps=loop.steps - steps)
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from drivetrain.cli.flags import add_json, write_json
+from drivetrain.config import check_probe_timeout
 from drivetrain.select.choose import Survey, survey
 from drivetrain.select.probe import DEFAULT_TIMEOUT
 
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one paragraph a backend; exit status 0 when at least one is usable."""
+    check_probe_timeout(arguments.probe_timeout)
     found = survey(arguments.probe_timeout)
     if arguments.json:
         write_json(arguments.json, [_data(one) for one in found])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config import DTYPES, LOAD_FORMATS, EngineConfig, ServerConfig, read_file
-from drivetrain.errors import ConfigError
+from drivetrain.config import DTYPES, LOAD_FORMATS, LOG_LEVELS, EngineConfig, ServerConfig
+from drivetrain.errors import ConfigError, ModelError
 
 
 def size(text: str) -> int:
@@ -22,7 +23,9 @@ def size(text: str) -> int:
     try:
         value = float(body[:-1] if factor > 1 else body)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give bytes or such as 512M, 4G") from None
+        value = math.nan
+    if not math.isfinite(value * factor):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give bytes or such as 512M, 4G")
     return int(value * factor)
 
 
@@ -33,6 +36,18 @@ def count(text: str) -> int:
         return int(body[:-1]) * 1024 if body.endswith("k") else int(body)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def within(low: int, high: int) -> Callable[[str], int]:
+    """Return the parser of a count between two bounds, which are meant too."""
+
+    def parse(text: str) -> int:
+        value = count(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give a whole number, {low} to {high}")
+        return value
+
+    return parse
 
 
 Flag = tuple[str, dict[str, Any]]
@@ -65,7 +80,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     (
         "memory-utilization",
-        {"type": float, "metavar": "PART", "help": "part of the free memory to use in all"},
+        {"type": float, "metavar": "PART", "help": "part of the free memory to use in all (0: the default)"},
     ),
     (
         "cache-bytes",
@@ -85,7 +100,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     ("port", {"type": int, "help": "port to bind; 0 takes a free one (default 8000)"}),
     ("api-key", {"metavar": "KEY", "help": "require this key as a bearer token"}),
     ("max-queued-requests", {"type": count, "metavar": "N", "help": "requests held before 429 is answered"}),
-    ("log-level", {"choices": ("debug", "info", "warning", "error"), "help": "default info"}),
+    ("log-level", {"choices": LOG_LEVELS, "help": "default info"}),
 )
 
 
@@ -108,7 +123,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """Resolve defaults < file < flags. ConfigError for what can't be used."""
+    """Resolve defaults < file < flags. ConfigError for what can't be used, and for files named that are not there."""
+    from drivetrain.cli.config_file import check, key_value, read_file
+
     values: dict[str, Any] = read_file(arguments.config) if getattr(arguments, "config", None) else {}
     given = dict(vars(arguments))
     if given.get("model_word") and given.get("model_flag") and given["model_word"] != given["model_flag"]:
@@ -118,52 +135,36 @@ def configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     model = given.get("model_word") or given.get("model_flag")
     if model:
         values["model"] = model
-    options = dict(_key_value(text) for text in given.pop("backend_option", []))
+    options = dict(key_value(text) for text in given.pop("backend_option", []))
     if options:
-        values["backend_options"] = options
+        values["backend_options"] = {**values.get("backend_options", {}), **options}
     engine = {f.name for f in fields(EngineConfig)}
     server = {f.name for f in fields(ServerConfig)}
     values.update({name: value for name, value in given.items() if name in (engine | server) - {"model"}})
     values.setdefault("model", "")
-    return (
-        _build(EngineConfig, {k: v for k, v in values.items() if k in engine}),
-        _build(ServerConfig, {k: v for k, v in values.items() if k in server}),
-    )
+    config = EngineConfig(**check({k: v for k, v in values.items() if k in engine}, EngineConfig))
+    _check_paths(config)
+    return config, ServerConfig(**check({k: v for k, v in values.items() if k in server}, ServerConfig))
 
 
-def _key_value(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--backend-option {text}", fix="give key=value")
-    return key, value
+def _check_paths(config: EngineConfig) -> None:
+    """Look for the files that a configuration names beside the model, before anything slow happens."""
+    if config.chat_template not in (None, "plain") and not Path(config.chat_template).is_file():
+        raise ConfigError(
+            f"--chat-template {config.chat_template}: there is no such file", fix="give a Jinja2 file, or `plain`"
+        )
+    if config.tokenizer is None:
+        return
+    from drivetrain.models.source import resolve
 
-
-def _build(kind: Callable[..., Any], values: dict[str, Any]) -> Any:
-    from typing import get_type_hints
-
-    hints = get_type_hints(kind)
-    for name, value in values.items():
-        values[name] = _typed(name, value, str(hints[name]))
-    return kind(**values)
-
-
-def _typed(name: str, value: Any, hint: str) -> Any:
-    """Turn a file's value into the field's type; flags arrive typed already."""
-    flag = "--" + name.replace("_", "-")
-    if hint == "<class 'bool'>" and not isinstance(value, bool):
-        raise ConfigError(f"{flag} is {value!r}", fix="give true or false")
-    if "int" in hint and isinstance(value, str):
-        try:
-            return size(value) if name.endswith("bytes") else count(value)
-        except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"{flag}: {error}") from error
-    if (hint == "<class 'int'>" and not isinstance(value, int)) or (
-        hint == "<class 'float'>" and not isinstance(value, int | float)
-    ):
-        raise ConfigError(f"{flag} is {value!r}", fix="give a number")
-    if "str" in hint and "Literal" not in hint and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    return value
+    path = Path(config.tokenizer).expanduser()
+    fix = "give a directory with tokenizer.json, that file, a GGUF file, or the id of a fetched hub model"
+    try:
+        found = path if path.exists() else resolve(config.tokenizer).path
+    except ModelError as error:
+        raise ConfigError(f"--tokenizer {config.tokenizer}: {error.message}", fix=fix) from error
+    if found.is_dir() and not (found / "tokenizer.json").is_file():
+        raise ConfigError(f"--tokenizer {config.tokenizer}: the directory has no tokenizer.json", fix=fix)
 
 
 def write_json(target: str, data: Any) -> None:

@@ -6,18 +6,19 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from drivetrain.cli.flags import Flag, add_flags, count
+from drivetrain.cli.flags import Flag, add_flags, within
 from drivetrain.params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
+LARGEST = 2**31 - 1
 SAMPLING_FLAGS: tuple[Flag, ...] = (
     (
         "max-tokens",
-        {"type": count, "metavar": "N", "help": f"longest answer (default {DEFAULT_MAX_TOKENS} tokens)"},
+        {"type": within(1, LARGEST), "metavar": "N", "help": f"longest answer (default {DEFAULT_MAX_TOKENS} tokens)"},
     ),
     ("temperature", {"type": float, "metavar": "T", "help": "0 takes the likeliest token (default 1)"}),
     ("top-p", {"type": float, "metavar": "P", "help": "smallest set of tokens of this probability (default 1: all)"}),
-    ("top-k", {"type": int, "metavar": "K", "help": "the K likeliest tokens (default 0: all)"}),
+    ("top-k", {"type": within(0, LARGEST), "metavar": "K", "help": "the K likeliest tokens (default 0: all)"}),
     ("min-p", {"type": float, "metavar": "P", "help": "tokens of at least P times the likeliest one's probability"}),
     ("sampling-seed", {"type": int, "metavar": "N", "help": "make the answer repeatable"}),
     ("stop", {"action": "append", "metavar": "TEXT", "help": "end before this text; repeatable"}),
