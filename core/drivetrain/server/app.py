@@ -24,7 +24,7 @@ from drivetrain.server.text import TextPool
 log = logging.getLogger("drivetrain.server")
 Handler = Callable[[Exchange], Awaitable[None]]
 MODELS = "/v1/models"
-OPEN_PATHS = frozenset({"/health"})  # compared as they are: any other spelling needs the key
+OPEN_PATHS = frozenset({"/health", "/ready"})  # for probes; any other spelling needs the key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Door:
 
 
 class App:
-    """One served model. Every path but /health needs the key, known or unknown."""
+    """One served model. Every path but /health and /ready needs the key, known or unknown."""
 
     def __init__(self, front: FrontEnd, pool: TextPool, door: Door) -> None:
         self._front = front

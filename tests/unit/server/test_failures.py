@@ -219,12 +219,12 @@ def raw_status(server, target: str) -> int:
         return int(raw.makefile("rb").readline().split()[1])
 
 
-def test_every_route_but_health_needs_the_key():
+def test_every_route_but_those_of_probes_needs_the_key():
     with serving(door=Door(model="fake", api_key=KEY)) as server:
         client = server.client()
-        assert client.get("/health").status_code == 200
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
         headers = (None, "", "Bearer", "Bearer wrong", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}")
-        for path in ("/ready", "/metrics", "/version", "/v1/models", "/v1/models/fake", COMPLETION, CHAT, "/nothing"):
+        for path in ("/ready/", "/metrics", "/version", "/v1/models", "/v1/models/fake", COMPLETION, CHAT, "/nothing"):
             for header in headers:
                 head = {} if header is None else {"authorization": header.encode()}
                 for method in ("GET", "POST", "OPTIONS"):
