@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from drivetrain_api.v1 import (
     Backend,
@@ -24,12 +24,13 @@ BLOCK_TOKENS = (16, 32, 64, 128)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 256 << 20
 HEAP_BYTES = 32 << 20
+MOST_THREADS = 1024  # far more than any host has cores: the thread library ends the process when it runs out
 
 
 def open_backend(view: ConfigView) -> Backend:
     """Set this process's threads and heap, then compose the backend."""
     asked = view.num_threads or int(view.options.get("num_threads") or 0)
-    threads = Threads(asked if asked > 0 else usable_cores())
+    threads = Threads(asked if 0 < asked <= MOST_THREADS else usable_cores())
     keep_heap()
     runtime = torch_runtime("cpu", during=threads.working)
     providers = Providers(
@@ -48,7 +49,7 @@ def open_backend(view: ConfigView) -> Backend:
         storage=torch_storage(runtime, BLOCK_TOKENS),
         memory=generic_profiler(runtime),
         provide=providers.provide,
-        validate=validate,
+        validate=validator(asked),
     )
 
 
@@ -63,13 +64,20 @@ def keep_heap() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def validate(plan: PlanSummary) -> Sequence[Problem]:
-    """Say what can't run: dtypes that no op here has."""
-    problems = []
-    if plan.dtype not in DTYPES:
-        problems.append(Problem(setting="dtype", reason=f"no {plan.dtype} on this device", proposed="bfloat16"))
-    if plan.cache_dtype not in DTYPES:
-        problems.append(Problem(setting="cache_dtype", reason=f"no {plan.cache_dtype} caches", proposed="bfloat16"))
-    if plan.tensor_parallel > 1:
-        problems.append(Problem(setting="tensor_parallel_size", reason="one process a host", proposed="1"))
-    return problems
+def validator(threads: int) -> Callable[[PlanSummary], Sequence[Problem]]:
+    """Return what says what can't run: dtypes that no op here has, and a number of threads that can't be."""
+
+    def validate(plan: PlanSummary) -> Sequence[Problem]:
+        problems = []
+        if not 0 <= threads <= MOST_THREADS:
+            reason = f"num_threads={threads} is not in 0 to {MOST_THREADS}"
+            problems.append(Problem(setting="backend-option", reason=reason, proposed=f"num_threads={usable_cores()}"))
+        if plan.dtype not in DTYPES:
+            problems.append(Problem(setting="dtype", reason=f"no {plan.dtype} on this device", proposed="bfloat16"))
+        if plan.cache_dtype not in DTYPES:
+            problems.append(Problem(setting="cache_dtype", reason=f"no {plan.cache_dtype} caches", proposed="bfloat16"))
+        if plan.tensor_parallel > 1:
+            problems.append(Problem(setting="tensor_parallel_size", reason="one process a host", proposed="1"))
+        return problems
+
+    return validate

@@ -97,18 +97,29 @@ def test_labels_say_which_kernel_and_why_not_a_better_one(keep_threads, monkeypa
     assert ops.report[0].label == f"native: torch linear ({why})"
 
 
-def test_problems_are_named_with_a_proposal(keep_threads):
-    plan = PlanSummary(
+def plan_of(dtype="float32", tensor_parallel=1):
+    return PlanSummary(
         model_type="llama",
-        dtype="float64",
+        dtype=dtype,
         cache_dtype="float32",
         max_num_seqs=1,
         max_num_batched_tokens=16,
         max_model_len=64,
         block_tokens=16,
         deterministic=False,
-        tensor_parallel=2,
+        tensor_parallel=tensor_parallel,
     )
+
+
+@pytest.mark.parametrize("asked", [-5, 1025, 100000, 10**20])
+def test_a_number_of_threads_that_can_t_be_is_a_problem_not_a_crash(keep_threads, asked):
+    (problem,) = create(options={"num_threads": asked}).validate(plan_of())
+    assert problem.setting == "backend-option" and f"num_threads={asked}" in problem.reason
+    assert not create(options={"num_threads": 0}).validate(plan_of())
+
+
+def test_problems_are_named_with_a_proposal(keep_threads):
+    plan = plan_of("float64", tensor_parallel=2)
     problems = {p.setting: p for p in create().validate(plan)}
     assert set(problems) == {"dtype", "tensor_parallel_size"}
     assert problems["dtype"].proposed == "bfloat16"

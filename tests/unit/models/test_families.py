@@ -162,3 +162,36 @@ def test_refused_by_name(base, change, named):
     with pytest.raises(ModelError) as caught:
         read_spec({**base, **change}, "float32")
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("base", [{**LLAMA, "head_dim": 6}, {**QWEN, "head_dim": 6}, GEMMA])
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("hidden_size", 10**12),
+        ("hidden_size", float("inf")),
+        ("hidden_size", float("nan")),
+        ("intermediate_size", 10**400),
+        ("vocab_size", 10**12),
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 10**12),
+        ("head_dim", 10**12),
+        ("max_position_embeddings", 10**12),
+        ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", float("nan")),
+        ("bos_token_id", "first"),
+        ("eos_token_id", [1, 10**12]),
+    ],
+)
+def test_an_absurd_value_is_refused_by_its_name(base, key, value):
+    with pytest.raises(ModelError, match=key):
+        read_spec({**base, key: value}, "float32")
+
+
+def test_a_value_of_another_kind_is_refused_by_its_name():
+    for key, value in (("hidden_act", ["silu"]), ("partial_rotary_factor", 1e9)):
+        with pytest.raises(ModelError, match=key if key == "hidden_act" else "would be rotated"):
+            read_spec({**LLAMA, "head_dim": 6, key: value}, "float32")
+    with pytest.raises(ModelError, match="layer_types"):
+        read_spec({**QWEN, "use_sliding_window": True, "layer_types": 5}, "float32")

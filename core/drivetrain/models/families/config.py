@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,16 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LARGEST = 1 << 24  # of a size; no product of the sizes of one weight leaves 64 bits
+LIMITS = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "max_position_embeddings": 2**31 - 1,
+    "original_max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+}
 
 
 class Fields:
@@ -45,8 +56,11 @@ class Fields:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"the configuration lacks {self._within}{key}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value or value < 1:
+        if not _finite(value) or int(value) != value or value < 1:
             raise self.wrong(key, "a whole number of 1 or more")
+        limit = LIMITS.get(key, LARGEST)
+        if value > limit:
+            raise self.wrong(key, f"at most {limit}")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -55,7 +69,7 @@ class Fields:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"the configuration lacks {self._within}{key}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not _finite(value) or not value > 0:
             raise self.wrong(key, "a positive number")
         return float(value)
 
@@ -74,7 +88,7 @@ class Fields:
     def activation(self, key: str, default: str) -> Activation:
         """The gate's activation."""
         name = self._config.get(key) or default
-        if name not in ACTIVATIONS:
+        if not isinstance(name, str) or name not in ACTIVATIONS:
             raise self.wrong(key, f"one of {', '.join(sorted(ACTIVATIONS))}")
         return ACTIVATIONS[name]
 
@@ -83,19 +97,22 @@ class Fields:
         value = self._config.get(key)
         if value is None:
             return ()
-        return tuple(int(v) for v in value) if isinstance(value, list | tuple) else (int(value),)
+        ids = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(one, int) and 0 <= one < 2**31 for one in ids):
+            raise self.wrong(key, "a token id or a list of them")
+        return ids
 
     def layer_types(self, count: int) -> tuple[str, ...] | None:
         """``layer_types``, one a layer, each known; None when absent."""
         if not self.has("layer_types"):
             return None
-        types = tuple(self._config["layer_types"])
-        if len(types) != count:
+        types = self._config["layer_types"]
+        if not isinstance(types, list | tuple) or len(types) != count:
             raise self.wrong("layer_types", f"a list of {count}, one for each layer")
         for kind in types:
             if kind not in LAYER_TYPES:
                 raise ModelError(f"{self._within}layer_types has {kind!r}", fix=f"supported: {', '.join(LAYER_TYPES)}")
-        return types
+        return tuple(types)
 
     def refuse(self, key: str, why: str) -> None:
         """Refuse a configuration in which ``key`` is set to anything but null, false or 0."""
@@ -104,7 +121,16 @@ class Fields:
 
     def wrong(self, key: str, allowed: str) -> ModelError:
         """The error for a value that is not allowed."""
-        return ModelError(f"{self._within}{key} is {self._config.get(key)!r}; it must be {allowed}")
+        shown = repr(self._config.get(key))
+        shown = shown if len(shown) <= 100 else shown[:97] + "..."
+        return ModelError(f"{self._within}{key} is {shown}; it must be {allowed}")
+
+
+def _finite(value: Any) -> bool:
+    """Whether a value is a number that a float holds; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**1000
 
 
 def head_dim_of(fields: Fields, hidden: int, heads: int) -> int:
@@ -144,8 +170,10 @@ def rope_of(given: Mapping[str, Any], fields: Fields, *, key: str, head_dim: int
     kind = given.get("rope_type") or given.get("type") or "default"
     factor = rope.maybe_number("partial_rotary_factor") or fields.maybe_number("partial_rotary_factor") or 1.0
     rotary = int(head_dim * factor)
-    if rotary % 2 or rotary < 2:
-        raise ModelError(f"{key}: {rotary} of a head's {head_dim} elements would be rotated; it must be an even number")
+    if rotary % 2 or not 2 <= rotary <= head_dim:
+        raise ModelError(
+            f"{key}: {rotary} of a head's {head_dim} elements would be rotated; it must be an even part of them"
+        )
     scaling: LinearScaling | BandScaling | None = None
     if kind == "linear":
         scaling = LinearScaling(factor=rope.number("factor"))

@@ -33,5 +33,5 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     types = fields.layer_types(count)
     if types is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    first = int(fields.raw("max_window_layers") or 0) if fields.has("max_window_layers") else 28
+    first = fields.whole("max_window_layers", 28) if fields.raw("max_window_layers") != 0 else 0
     return tuple(window if layer >= first else None for layer in range(count))
