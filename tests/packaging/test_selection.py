@@ -169,6 +169,12 @@ def test_auto_with_several_lists_them(make: Make) -> None:
     assert "2 accelerators are usable" in out and "acme" in out and "zeta" in out
 
 
+def test_auto_leaves_emulated_devices_out(make: Make) -> None:
+    venv = make(TestWheel(name="sham", wheel="drivetrain-sham", emulated=True), CPU)
+    assert chosen(venv, "auto").startswith("chose cpu")
+    assert chosen(venv, "sham").startswith("chose sham")
+
+
 def test_auto_never_falls_back_from_a_broken_accelerator(make: Make) -> None:
     body = 'return Unavailable(reason="no permission on /dev/acme0", fix="join group render")'
     out = chosen(make(TestWheel(name="acme", wheel="drivetrain-acme", probe=body), CPU), "auto")

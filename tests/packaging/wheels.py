@@ -21,7 +21,8 @@ from drivetrain_api.v1 import BackendInfo, DeviceRecord, OptionSpec, Unavailable
 class Plugin:
     @hookimpl
     def backend_info(self):
-        return BackendInfo(name="{name}", vendor="Test", wheel="{wheel}", api=">=0.1", torch_device_type="cpu",
+        return BackendInfo(name="{name}", vendor="Test", wheel="{wheel}", api="{api}", torch_device_type="cpu",
+                           emulated={emulated},
                            options=(OptionSpec(key="speed", kind="int", help="how fast", default=3),))
     @hookimpl
     def environment(self, devices, view):
@@ -50,6 +51,7 @@ class TestWheel:
     prelude: str = ""
     probe: str = 'return [DeviceRecord(index=0, name="one"), DeviceRecord(index=1, name="two")]'
     environment: dict[str, str] = field(default_factory=dict)
+    emulated: bool = False
 
     @property
     def module(self) -> str:
@@ -59,7 +61,14 @@ class TestWheel:
         """Write the project and build its wheel."""
         source = directory / f"src-{self.wheel}"
         (source / self.module).mkdir(parents=True)
-        body = BACKEND.format(name=self.name, wheel=self.wheel, environment=self.environment, probe=self.probe)
+        body = BACKEND.format(
+            name=self.name,
+            wheel=self.wheel,
+            api=self.requires[0].removeprefix("drivetrain-api") if self.requires else "",
+            environment=self.environment,
+            probe=self.probe,
+            emulated=self.emulated,
+        )
         (source / self.module / "__init__.py").write_text(self.prelude + body)
         entries = self.entries or (self.name,)
         (source / "pyproject.toml").write_text(

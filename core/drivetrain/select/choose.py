@@ -53,7 +53,7 @@ def choose(device: str, options: Mapping[str, str], timeout: float = DEFAULT_TIM
         check_contract(entry)
         result = probe(entry, timeout)
         if result.outcome != "usable":
-            raise DeviceError(f"--device {name} ({entry.title}): {result.reason}", fix=result.fix)
+            raise DeviceError(f"{entry.prefix}: {result.reason}", fix=result.fix)
     assert result.info is not None
     return Choice(
         name=entry.name,
@@ -98,12 +98,14 @@ def _ask(entry: BackendEntry, timeout: float) -> Probe:
         find_backend(entry.name, list_backends())
         check_contract(entry)
     except DeviceError as error:
-        return Probe(outcome="unavailable", reason=error.message, fix=error.fix)
+        return Probe(outcome="unavailable", reason=entry.bare(error.message), fix=error.fix)
     return probe(entry, timeout)
 
 
 def _auto(found: tuple[Survey, ...]) -> tuple[BackendEntry, Probe]:
-    accelerators = [one for one in found if one.entry.name != HOST]
+    """The one usable accelerator, else the host. An emulated device is taken only by its name."""
+    emulated = [one for one in found if one.probe.info is not None and one.probe.info.emulated]
+    accelerators = [one for one in found if one.entry.name != HOST and one not in emulated]
     usable = [one for one in accelerators if one.probe.outcome == "usable"]
     if len(usable) == 1:
         return usable[0].entry, usable[0].probe
@@ -120,6 +122,12 @@ def _auto(found: tuple[Survey, ...]) -> tuple[BackendEntry, Probe]:
             fix=accelerators[0].probe.fix + ", or ask for --device cpu",
         )
     host = [one for one in found if one.entry.name == HOST]
+    if not host and emulated:
+        names = ", ".join(one.entry.name for one in emulated)
+        raise DeviceError(
+            f"--device auto: only emulated devices are installed: {names}",
+            fix=f"pip install drivetrain-cpu, or choose one by name, for example --device {emulated[0].entry.name}",
+        )
     if not host:
         raise DeviceError("--device auto: no backend wheel is installed", fix="pip install drivetrain-cpu")
     if host[0].probe.outcome != "usable":
@@ -143,7 +151,7 @@ def _pick(name: str, ids: tuple[int, ...] | None, records: tuple[DeviceRecord, .
 def prepare_environment(choice: Choice, view: ConfigView, *, apply: bool) -> dict[str, str]:
     """Return the variables the choice needs and, with ``apply``, set them here. DeviceError on a clash."""
     loaded = LoadedBackend(find_backend(choice.name, list_backends()))
-    wanted = dict(loaded.call("environment", devices=choice.devices, view=view) or {})
+    wanted = loaded.environment(choice.devices, view)
     if apply:
         apply_environment(wanted, f"{choice.wheel} {choice.version}")
         return wanted
@@ -153,7 +161,6 @@ def prepare_environment(choice: Choice, view: ConfigView, *, apply: bool) -> dic
 def open_backend(choice: Choice, view: ConfigView) -> Backend:
     """Set the environment, then open the devices. The first call here that may load torch."""
     loaded = LoadedBackend(find_backend(choice.name, list_backends()))
-    wanted = loaded.call("environment", devices=choice.devices, view=view) or {}
+    wanted = loaded.environment(choice.devices, view)
     apply_environment(wanted, f"{choice.wheel} {choice.version}")
-    backend: Backend = loaded.call("create", devices=choice.devices, view=view)
-    return backend
+    return loaded.create(choice.devices, view)

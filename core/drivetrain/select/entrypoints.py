@@ -26,6 +26,15 @@ class BackendEntry:
         """The wheel as messages name it."""
         return f"{self.wheel} {self.version}"
 
+    @property
+    def prefix(self) -> str:
+        """How a message about this backend begins."""
+        return f"--device {self.name} ({self.title})"
+
+    def bare(self, message: str) -> str:
+        """Return a message about this backend without its beginning, to be put after another one."""
+        return message.removeprefix(f"{self.prefix}: ").removeprefix(f"--device {self.name}: ")
+
 
 def list_backends() -> tuple[BackendEntry, ...]:
     """Return every installed backend entry, sorted by name then wheel; a wheel seen twice on the path counts once."""
@@ -50,9 +59,10 @@ def find_backend(name: str, entries: tuple[BackendEntry, ...]) -> BackendEntry:
     named = [entry for entry in entries if entry.name == name]
     if not named:
         known = sorted({entry.name for entry in entries})
-        near = difflib.get_close_matches(name, known, 1)
+        near = [other for other in known if other.lower() == name.lower()]
+        near = near or difflib.get_close_matches(name.lower(), known, 1)
         have = f"installed backends: {', '.join(known)}" if known else "no backend wheel is installed"
-        hint = f"did you mean --device {near[0]}?" if near else f"pip install drivetrain-{name}"
+        hint = f"did you mean --device {near[0]}?" if near else f"pip install drivetrain-{name.lower()}"
         raise DeviceError(f"--device {name}: no installed wheel provides it ({have})", fix=hint)
     if len(named) > 1:
         wheels = " and ".join(entry.title for entry in named)

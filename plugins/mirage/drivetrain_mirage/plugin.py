@@ -44,6 +44,7 @@ class MiragePlugin:
             options=STATIC_OPTIONS if self._static else OPTIONS,
             proof="emulated",
             notes="an invented accelerator that checks the engine's manners; host memory behind it, never fast",
+            emulated=True,
         )
 
     @hookimpl

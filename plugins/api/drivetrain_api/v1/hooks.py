@@ -42,6 +42,7 @@ class BackendInfo:
 
     ``torch_device_type`` is what ``torch.device(...).type`` says for its tensors.
     ``api`` is the range of contract versions it was built for, as in its wheel's requirement.
+    ``emulated``: its devices are made of software, for tests; ``--device auto`` never takes them.
     """
 
     name: str
@@ -52,6 +53,7 @@ class BackendInfo:
     options: tuple[OptionSpec, ...] = ()
     proof: ProofRung = "none"
     notes: str = ""
+    emulated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
