@@ -75,14 +75,19 @@ def load_peak(decoder: Decoder, *, host: bool) -> int:
 
 def checkpoint_of(config: EngineConfig, described: Described) -> Checkpoint:
     """Open the weights that ``--load-format`` names. ConfigError when the model has no such format."""
+    check_format(config, described)
     if config.load_format == "dummy":
         return DummyCheckpoint(expected_tensors(described.spec, naming_of(described.spec)), described.dtype)
-    if config.load_format not in ("auto", described.source.kind):
+    return described.source.open_checkpoint()
+
+
+def check_format(config: EngineConfig, described: Described) -> None:
+    """Raise ConfigError when the model has no weights of the format that ``--load-format`` names."""
+    if config.load_format not in ("auto", "dummy", described.source.kind):
         raise ConfigError(
             f"--load-format {config.load_format}: {described.source.path} holds {described.source.kind}",
             fix="leave it out, or name the other file",
         )
-    return described.source.open_checkpoint()
 
 
 def start(config: EngineConfig, described: Described, parts: Parts, *, measure: bool = False) -> Opened:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from drivetrain.cli.flags import ENGINE_FLAGS, add_flags, add_json, add_model, configs, write_json
 from drivetrain.cli.sampling import add_sampling, sampling
+from drivetrain.errors import DrivetrainError, TokenizerError
 
 if TYPE_CHECKING:
+    from drivetrain.config import EngineConfig
     from drivetrain.llm import LLM
     from drivetrain.params import SamplingParams
 
@@ -32,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, _ = configs(arguments)
     params = sampling(arguments)
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    check_template(config)
     from drivetrain.llm import LLM
 
     with LLM.from_config(config) as llm:
@@ -43,6 +46,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(arguments.json, {"model": config.model, "messages": messages})
     return 0
+
+
+def check_template(config: EngineConfig) -> None:
+    """Raise TokenizerError for a model without a chat template before its weights load. Other faults wait for it."""
+    if config.chat_template is not None or config.tokenizer is not None:
+        return
+    from drivetrain.models.source import resolve
+    from drivetrain.tokens.load import own_templates
+
+    try:
+        found = own_templates(resolve(config.model, config.revision))
+    except DrivetrainError:
+        return
+    if "default" not in found:
+        raise TokenizerError(
+            f"{config.model} has no chat template",
+            fix="give one with --chat-template FILE, or --chat-template plain for lines such as `User: ...`",
+        )
 
 
 def talk(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> None:

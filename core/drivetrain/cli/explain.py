@@ -24,6 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
     config, _ = configs(arguments)
     choice = resolve_device(config)
     described = describe(config, choice)
+    from drivetrain.starting import check_format  # after the backend has set what torch must find
+
+    check_format(config, described)
     paged = [group.layout for group in described.decoder.groups if group.spec.kind != "recurrent"]
     described.ops.bind(
         PrepareSpec(dtype=paged[0].slot_dtype, block_tokens=tuple(layout.block_tokens for layout in paged))

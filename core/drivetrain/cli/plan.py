@@ -25,8 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     config, _ = configs(arguments)
     described = describe(config, resolve_device(config))
-    from drivetrain.starting import memory_of, start  # after the backend has set what torch must find when it loads
+    from drivetrain.starting import check_format, memory_of, start  # after the backend has set what torch must find
 
+    check_format(config, described)
     opened = start(config, described, Parts(), measure=True) if arguments.measure else None
     plan = opened.memory if opened else memory_of(config, described)
     data: dict[str, Any] = {

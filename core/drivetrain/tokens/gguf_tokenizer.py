@@ -81,7 +81,7 @@ def gguf_parts(file: GgufFile) -> TokenizerParts:
         origin=name,
         special=special,
         eos_ids=tuple(dict.fromkeys(i for i in found if i is not None)),
-        templates=_templates(meta),
+        templates=gguf_templates(meta),
     )
 
 
@@ -94,7 +94,8 @@ def _checked_id(meta: Mapping[str, Any], key: str, tokens: Sequence[str], name: 
     return int(found)
 
 
-def _templates(meta: Mapping[str, Any]) -> dict[str, str]:
+def gguf_templates(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a file's metadata by name; the nameless one is ``default``."""
     begin = "tokenizer.chat_template"
     found = {"default": str(meta[begin])} if begin in meta else {}
     more = {key.removeprefix(begin + "."): str(meta[key]) for key in meta if key.startswith(begin + ".")}

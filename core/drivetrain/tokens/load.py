@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from drivetrain.errors import TokenizerError
 from drivetrain.models.source import ModelSource, read_json, resolve
 from drivetrain.models.weights.gguf_file import GgufFile
-from drivetrain.tokens.gguf_tokenizer import ROLES, gguf_parts
+from drivetrain.tokens.gguf_tokenizer import ROLES, gguf_parts, gguf_templates
 from drivetrain.tokens.tokenizer import Tokenizer, TokenizerParts
 
 
@@ -63,6 +63,13 @@ def _directory_parts(directory: Path) -> TokenizerParts:
     return TokenizerParts(
         backend=backend, origin=str(directory), special=special, templates=_templates(directory, settings)
     )
+
+
+def own_templates(source: ModelSource) -> dict[str, str]:
+    """Return a model's own chat templates by name. No vocabulary is read for it."""
+    if source.header is not None:
+        return gguf_templates(source.header.metadata)
+    return _templates(source.path, read_json(source.path / "tokenizer_config.json") or {})
 
 
 def _content(value: Any) -> str | None:

@@ -154,3 +154,13 @@ def test_a_model_without_a_template_says_so(monkeypatch, capsys):
     assert main(["chat", "m", "--prompt", "hi"]) == 2
     assert "--chat-template" in capsys.readouterr().err
     assert np.array(StandIn.seen).tolist() == ["closed"]
+
+
+def test_a_template_is_looked_for_before_a_model_loads(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    StandIn.seen = ["untouched"]
+    assert main(["chat", str(tmp_path), "--prompt", "hi"]) == 2
+    assert "has no chat template" in capsys.readouterr().err and StandIn.seen == ["untouched"]
+    assert main(["chat", str(tmp_path), "--prompt", "hi", "--chat-template", "plain"]) == 0
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(["chat", str(tmp_path), "--prompt", "hi"]) == 0
