@@ -8,6 +8,7 @@ import pytest
 
 from drivetrain.cli.flags import ENGINE_FLAGS, add_flags, add_model, configs
 from drivetrain.cli.main import main
+from tests.checkpoints import tiny_checkpoint
 
 HUGE = "9" * 20
 
@@ -130,3 +131,10 @@ def test_options_that_yaml_types_are_texts_again(tmp_path):
     path.write_text("model: m\nbackend-option: {a: true, b: 3}\n")
     assert resolved("--config", str(path)).backend_options == {"a": "true", "b": "3"}
     assert resolved("--config", str(path), "--memory-utilization", "0").memory_utilization == 0.0
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_a_format_that_the_model_lacks_is_refused_before_loading(tmp_path, capsys, command):
+    tiny_checkpoint("llama", tmp_path)
+    words = [command, str(tmp_path), "--device", "cpu", "--load-format"]
+    assert "--load-format gguf" in refused(capsys, [*words, "gguf"])
