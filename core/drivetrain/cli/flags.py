@@ -98,7 +98,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
 SERVER_FLAGS: tuple[Flag, ...] = (
     ("host", {"help": "address to bind (default 127.0.0.1: this machine only)"}),
     ("port", {"type": int, "help": "port to bind; 0 takes a free one (default 8000)"}),
-    ("api-key", {"metavar": "KEY", "help": "require this key as a bearer token"}),
+    ("api-key", {"metavar": "KEY", "help": "require this key as a bearer token, but for /health and /ready"}),
     ("max-queued-requests", {"type": count, "metavar": "N", "help": "requests held before 429 is answered"}),
     ("log-level", {"choices": LOG_LEVELS, "help": "default info"}),
 )
