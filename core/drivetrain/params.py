@@ -47,7 +47,7 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
+            ("max_tokens", self.max_tokens is None or 1 <= self.max_tokens < 2**31, "1 or more, in 32 bits"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
             ("stop", all(self.stop), "non-empty strings"),

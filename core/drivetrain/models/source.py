@@ -52,11 +52,15 @@ class ModelSource:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """End tokens: the generation config's, else the model's; empty where neither names one."""
+        """End tokens: the generation config's, else the model's; empty where neither names one. ModelError for what is
+        no token id."""
         found = self.generation.get("eos_token_id", self.config.get("eos_token_id"))
         if found is None:
             return ()
-        return tuple(int(i) for i in found) if isinstance(found, list | tuple) else (int(found),)
+        ids = tuple(found) if isinstance(found, list | tuple) else (found,)
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise ModelError(f"{self.path}: eos_token_id is {found!r}", fix="it must be a token id or a list of them")
+        return ids
 
 
 def resolve(model: str, revision: str | None = None) -> ModelSource:

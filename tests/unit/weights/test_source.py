@@ -132,3 +132,13 @@ def test_tiny_checkpoints_are_reproducible(model: Path, tmp_path: Path):
         assert (again / name).read_bytes() == (model / name).read_bytes()
     tokens = hf_greedy(model, [random_ids(9, 1)], 24)
     assert tokens == hf_greedy(again, [random_ids(9, 1)], 24) and len(set(tokens[0])) > 3
+
+
+@pytest.mark.parametrize("bad", ["two", 1.5, True, -1, ["x"], {"a": 1}])
+def test_an_end_token_that_is_none_is_named(model, tmp_path, bad):
+
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
+    with pytest.raises(ModelError, match="eos_token_id is"):
+        _ = resolve(str(copy)).eos_ids
