@@ -11,16 +11,16 @@ from drivetrain.config import EngineConfig
 from drivetrain.dist.executors import InlineExecutor
 from drivetrain.errors import ConfigError
 from drivetrain.launch import WARM_UP_TOKENS, Described, Opened, Parts, make_loop
-from drivetrain.models.build import load
+from drivetrain.models.build import build, load
 from drivetrain.models.families import naming_of
 from drivetrain.models.naming import expected_tensors
 from drivetrain.models.weights.checkpoint import DummyCheckpoint
 from drivetrain.runner.batch import step_limits
+from drivetrain.runner.blame import warm_up_or_name
 from drivetrain.runner.caches import allocate_caches
 from drivetrain.runner.memory import MemoryPlan, MemoryRequest, compare, plan_memory
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig
-from drivetrain.runner.warmup import warm_up
 from drivetrain_api.v1 import dtype_bytes
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
     limits = step_limits(backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
     if backend.shapes.dynamic and not measure:
         limits = replace(limits, rows=1, tokens=min(limits.tokens, WARM_UP_TOKENS))
-    warm_up(runner, limits)
+    warm_up_or_name(runner, limits, described.ops, lambda ops: build(described.spec, ops))
     end = time.perf_counter()
     check = compare(memory, backend.device.memory().peak)
     return Opened(

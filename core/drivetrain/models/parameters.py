@@ -16,6 +16,7 @@ import torch
 
 from drivetrain.models.spec import ModelSpec, Shape
 from drivetrain.ops import Ops
+from drivetrain.ops.provided import pack, packed_bytes
 from drivetrain_api.v1 import DeviceRuntime, Linear, LinearSpec, Packed, dtype_bytes, torch_dtype
 from drivetrain_api.v1.linear import LinearRole
 
@@ -120,14 +121,14 @@ class Projection:
         return self._apply(x, self.packed)
 
     def planned_bytes(self) -> int:
-        return self._linear.packed_bytes(self.spec)
+        return packed_bytes(self._linear, self.spec)
 
     def install(self, tensors: Sequence[torch.Tensor], runtime: DeviceRuntime) -> Installed:
         if self._tied is not None:
             weight, bias = self._tied.value, None
         else:
             weight, bias = tensors[0], tensors[1] if self.spec.bias else None
-        self.packed = self._linear.pack(weight, bias)
+        self.packed = pack(self._linear, self.spec, weight, bias)
         return Installed(nbytes=self.packed.nbytes, peak_bytes=self.packed.peak_bytes)
 
 

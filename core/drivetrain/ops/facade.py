@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from drivetrain.errors import DeviceError
+from drivetrain.errors import DeviceError, DrivetrainError
+from drivetrain.ops.provided import FIX, ask, brief, raised, wheel_of
 from drivetrain.ops.reference import REFERENCE, ReferenceOp
 from drivetrain.ops.report import OpChoice, Provider, provider_of
+from drivetrain.ops.watch import Watched
 from drivetrain_api.v1 import Backend, CacheLayout, CacheSpec, Decline, OpSpec, OpTraits
 
 HOT_GROUPS = ("attention", "linear")
@@ -38,6 +40,7 @@ class Ops:
         self._strict = strict
         self._deterministic = deterministic
         self._bound: dict[OpSpec, _Bound] = {}
+        self.failures: list[DeviceError] = []
 
     def bind(self, spec: OpSpec) -> Any:
         """Return the implementation of a spec: the backend's, or the reference where the backend declines.
@@ -53,8 +56,36 @@ class Ops:
         return bound.implementation
 
     def layout(self, spec: CacheSpec) -> CacheLayout:
-        """Say how the backend would store a layer with that cache, at this engine's block size."""
-        return self.backend.storage.layout(spec, self.block_tokens)
+        """Say how the backend would store a layer with that cache, at this engine's block size.
+
+        DeviceError when its storage can't say; ValueError for a cache that it refuses.
+        """
+        try:
+            layout = self.backend.storage.layout(spec, self.block_tokens)
+        except (DrivetrainError, ValueError):
+            raise
+        except Exception as error:
+            what = f"{wheel_of(self.backend)}: storage.layout raised {raised(error)}; asked for {spec}"
+            raise DeviceError(what, fix=FIX) from error
+        if not isinstance(layout, CacheLayout):
+            came = f"storage.layout returned {brief(layout)}, expected CacheLayout"
+            raise DeviceError(f"{wheel_of(self.backend)}: {came}; asked for {spec}", fix=FIX)
+        return layout
+
+    def watched(self) -> Ops:
+        """Return ops that bind the same implementations, the backend's own behind a watch: its ``failures`` say which
+        op raised or returned a wrong shape or dtype. Slow; for a warm-up that has failed."""
+        other = Ops(
+            self.backend, block_tokens=self.block_tokens, strict=self._strict, deterministic=self._deterministic
+        )
+        wheel = wheel_of(self.backend)
+        for spec, bound in self._bound.items():
+            title = f"{wheel}: {spec.op} by {bound.label!r}"
+            own = bound.provider != "reference"
+            made = bound.implementation
+            made = Watched(made, spec, title, other.failures.append) if own else made
+            other._bound[spec] = replace(bound, implementation=made)
+        return other
 
     @property
     def report(self) -> tuple[OpChoice, ...]:
@@ -73,7 +104,7 @@ class Ops:
         )
 
     def _choose(self, spec: OpSpec) -> _Bound:
-        answer = self.backend.provide(spec)
+        answer = ask(self.backend, spec)
         if isinstance(answer, Decline):
             return self._reference(spec, answer.reason)
         if self._deterministic and not answer.traits.batch_invariant:

@@ -1,0 +1,92 @@
+"""Implementations of a backend behind a watch: what one of them raises or returns wrongly is noted with its op.
+
+Only a warm-up that has failed already is run over these, so that a backend that works pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from drivetrain.errors import DeviceError
+from drivetrain.ops.provided import FIX, brief, raised
+from drivetrain.ops.reference import REFERENCE
+from drivetrain_api.v1 import AttentionSpec, LinearSpec, OpSpec, torch_dtype
+
+Note = Callable[[DeviceError], None]
+Form = Any  # a text for a tensor, a tuple of forms, or None for what is not looked at
+
+
+class Watched:
+    """A provider object or a callable, seen from outside as it is; calls of it are watched."""
+
+    def __init__(self, implementation: Any, spec: OpSpec, title: str, note: Note) -> None:
+        """``title``: the provider as messages name it."""
+        self._implementation, self._spec, self._title, self._note = implementation, spec, title, note
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._run("", self._implementation, given, named)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._implementation, name)
+        if not callable(found):
+            return found
+        return lambda *given, **named: self._run(name, found, given, named)
+
+    def _run(self, name: str, call: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        expected = _expected(self._spec, name, given, named)
+        what = f"{self._title}: {name or 'it'}"
+        try:
+            result = call(*given, **named)
+        except Exception as error:
+            raise self._failed(f"{what} raised {raised(error)}") from error
+        if expected is not None and (came := form_of(result)) != expected:
+            shown = brief(result) if came is None else _text(came)
+            raise self._failed(f"{what} returned {shown}, expected {_text(expected)}")
+        return result
+
+    def _failed(self, what: str) -> DeviceError:
+        error = DeviceError(f"{what}; bound for {self._spec}", fix=FIX)
+        self._note(error)
+        return error
+
+
+def _expected(spec: OpSpec, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Form:
+    """The form of the right result; None where any will do. Plain ops are asked of the reference."""
+    if isinstance(spec, LinearSpec):
+        if name != "apply":
+            return None
+        return _tensor((given[0].shape[0], spec.out_features), torch_dtype(spec.activation_dtype))
+    if isinstance(spec, AttentionSpec):
+        if name != "forward":
+            return None
+        return _tensor((given[0].shape[0], spec.num_heads, spec.v_head_dim), given[0].dtype)
+    reference = REFERENCE.get(spec.op)
+    if reference is None:
+        return None
+    try:
+        return form_of(reference.make(spec)(*given, **named))
+    except Exception:
+        return None
+
+
+def form_of(value: Any) -> Form:
+    """Shapes and dtypes of a result."""
+    if isinstance(value, torch.Tensor):
+        return _tensor(tuple(value.shape), value.dtype)
+    if isinstance(value, tuple | list):
+        return tuple(form_of(item) for item in value)
+    if is_dataclass(value):
+        return tuple(form_of(getattr(value, field.name)) for field in fields(value))
+    return None
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _text(form: Form) -> str:
+    return form if isinstance(form, str) else "(" + ", ".join("?" if f is None else _text(f) for f in form) + ")"
