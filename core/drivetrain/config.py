@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from drivetrain.errors import ConfigError
 
@@ -67,6 +67,7 @@ class EngineConfig:
     backend_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         if not self.model:
             raise ConfigError("no model given", fix="name it: engine serve MODEL (a directory, a file or a hub id)")
         _one_of("dtype", self.dtype, DTYPES)
@@ -92,6 +93,7 @@ class ServerConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         _one_of("log-level", self.log_level, LOG_LEVELS)
         _check_ranges(self)
 
@@ -102,6 +104,26 @@ def check_probe_timeout(seconds: float) -> None:
         raise ConfigError(
             f"--probe-timeout is {seconds}", fix=f"give seconds, above 0 and up to {MAX_PROBE_SECONDS:.0f}"
         )
+
+
+# By a field's annotation: what to give, and the test. Whole numbers and named choices have checks of their own.
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("text", lambda v: isinstance(v, str)),
+    "str | None": ("text", lambda v: v is None or isinstance(v, str)),
+    "bool": ("true or false", lambda v: isinstance(v, bool)),
+    "float": ("a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool)),
+    "Mapping[str, str]": (
+        "text by text",
+        lambda v: isinstance(v, Mapping) and all(isinstance(one, str) for pair in v.items() for one in pair),
+    ),
+}
+
+
+def _check_kinds(config: EngineConfig | ServerConfig) -> None:
+    for f in fields(config):
+        what, test = KINDS.get(str(f.type), ("", lambda _: True))
+        if not test(getattr(config, f.name)):
+            raise ConfigError(f"--{f.name.replace('_', '-')} is {getattr(config, f.name)!r}", fix=f"give {what}")
 
 
 def _check_ranges(config: EngineConfig | ServerConfig) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from drivetrain.errors import RequestError
+from drivetrain.config import EngineConfig
+from drivetrain.errors import ConfigError, RequestError
 from drivetrain.params import SamplingParams
 
 
@@ -30,3 +31,25 @@ def test_a_value_of_another_kind_is_named(field, value):
     with pytest.raises(RequestError, match=f"{field} is") as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", 5),
+        ("device", None),
+        ("tokenizer", 5),
+        ("enable_prefix_caching", "no"),
+        ("strict", 1),
+        ("memory_utilization", "x"),
+        ("memory_utilization", True),
+        ("probe_timeout", None),
+        ("backend_options", 5),
+        ("backend_options", {"a": 5}),
+        ("max_model_len", 2.5),
+        ("dtype", None),
+    ],
+)
+def test_a_setting_of_another_kind_is_named(field, value):
+    with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
+        EngineConfig(**{"model": "m"} | {field: value})
