@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from drivetrain_api.v1.backend import Capabilities, dtype_bytes
-from drivetrain_api.v1.device import DeviceRuntime, MemoryProfiler
+from drivetrain_api.v1.device import DeviceRuntime, MemoryInfo, MemoryProfiler
 from drivetrain_api.v1.graphs import Graphs
 from drivetrain_api.v1.hooks import BackendInfo, DeviceRecord, OptionSpec, Unavailable
 from drivetrain_api.v1.shapes import ShapePolicy
@@ -108,9 +108,21 @@ def check_backend(backend: Any) -> None:
         if lacking:
             what = f"expected a {protocol.__name__}: it has no {', '.join(lacking)}"
             raise BadAnswer(f"create: the backend's {name} is {shown(part)}, {what}")
+    _check_device(backend.device)
     _check_sizes("storage.block_tokens", backend.storage.block_tokens, least=1, empty=False)
     _check_shapes(backend.shapes)
     _check_capabilities(backend.capabilities)
+
+
+def _check_device(device: Any) -> None:
+    """The device must answer: a runtime may be made for one that is absent."""
+    try:
+        memory = device.memory()
+        device.synchronize()
+    except Exception as error:
+        raise BadAnswer(f"create: the device does not answer: {type(error).__name__}: {error}") from error
+    if not isinstance(memory, MemoryInfo):
+        raise BadAnswer(f"create: device.memory returned {shown(memory)}, expected MemoryInfo")
 
 
 def _check_shapes(shapes: Any) -> None:

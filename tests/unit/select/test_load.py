@@ -154,6 +154,7 @@ class Half:
         (SystemExit(5), "create raised SystemExit: 5"),
         (lambda: good(device=None), "the backend's device is None, expected a DeviceRuntime: it has no device"),
         (lambda: good(storage=5), "the backend's storage is int 5, expected a Storage"),
+        (lambda: good(device=torch_runtime("cuda", 99)), "create"),
         (lambda: good(graphs=5), "the backend's graphs is int 5, expected a Graphs"),
         (lambda: good(provide=None), "the backend's provide is None, expected a callable"),
         (lambda: good(capabilities=None), "capabilities is None, expected Capabilities"),
