@@ -6,7 +6,7 @@ Everything after it runs in the process that owns the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from drivetrain.runner.drafter import Drafter
     from drivetrain.runner.memory import MemoryPlan
     from drivetrain.runner.runner import Runner
-    from drivetrain_api.v1 import Backend
+    from drivetrain_api.v1 import Backend, PlanSummary, Problem
 
 FIXED_CHUNK = 256
+REPORT = "report this to the wheel's vendor"
 WARM_UP_TOKENS = 16
 
 
@@ -154,7 +155,9 @@ def _validate(config: EngineConfig, choice: Choice, backend: Backend, dtype: str
         raise DeviceError(
             f"--deterministic: {choice.name} does not promise results independent of the batch", fix="leave it out"
         )
-    problems = backend.validate(
+    problems = _problems(
+        choice,
+        backend,
         PlanSummary(
             model_type="decoder",
             dtype=dtype,
@@ -165,12 +168,25 @@ def _validate(config: EngineConfig, choice: Choice, backend: Backend, dtype: str
             block_tokens=block_tokens,
             deterministic=config.deterministic,
             tensor_parallel=config.tensor_parallel_size,
-        )
+        ),
     )
     if problems:
         what = "; ".join(f"--{p.setting}: {p.reason}" for p in problems)
         fix = ", ".join(f"--{p.setting} {p.proposed}" for p in problems)
         raise DeviceError(f"{choice.name} can't run this: {what}", fix=fix)
+
+
+def _problems(choice: Choice, backend: Backend, summary: PlanSummary) -> Sequence[Problem]:
+    """What the backend can't run. DeviceError naming its wheel when it answers with anything else."""
+    from drivetrain_api.v1 import Problem
+
+    try:
+        found = tuple(backend.validate(summary))
+    except Exception as error:
+        raise DeviceError(f"{choice.wheel}: validate failed: {type(error).__name__}: {error}", fix=REPORT) from error
+    if wrong := [one for one in found if not isinstance(one, Problem)]:
+        raise DeviceError(f"{choice.wheel}: validate returned {wrong[0]!r} among its problems", fix=REPORT)
+    return found
 
 
 def open_loop(config: EngineConfig, choice: Choice, parts: Parts = Parts()) -> Opened:
