@@ -16,12 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cpu_engine import facts
+from cpu_engine import TINY, facts
 
 WITHIN = 0.05
-DUMMY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+DUMMY = TINY | {
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 8,
@@ -29,12 +27,6 @@ DUMMY = {
     "num_key_value_heads": 8,
     "head_dim": 64,
     "vocab_size": 50000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
 }
 WIDE = {
     "hidden_size": 2048,

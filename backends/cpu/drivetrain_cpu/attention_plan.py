@@ -154,7 +154,7 @@ class Planner:
         if self._compiled:
             alone = used if self._invariant else few
             entries = self._entries(np.flatnonzero(alone), queries, host) if alone.any() else None
-            used, few = used & ~alone, few & False
+            used, few = used & ~alone, few & ~alone
         for n in sorted(set(queries[few].tolist())):
             same = np.flatnonzero(few & (queries == n))
             if self._invariant or (len(same) > 2 and self._keys(host.lengths[same], n) <= SHORT_KEYS):
