@@ -26,7 +26,7 @@ X86_LEVELS = {
     "level_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"),
 }
 COMPILERS = ("g++", "c++", "clang++")
-SOURCES = ("door.cpp", "pool.cpp", "level_plain.cpp")
+SOURCES = ("door.cpp", "pool.cpp", "prepare.cpp", "level_plain.cpp")
 
 
 class KernelHook(BuildHookInterface):

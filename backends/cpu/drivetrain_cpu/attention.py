@@ -53,12 +53,13 @@ class HostAttention:
     def write(self, cache: CacheHandle, k: torch.Tensor, v: torch.Tensor, plan: HostPlan) -> None:
         """Store k and v at the plan's slots."""
         parts = _parts(cache)
-        if plan.place is not None:
-            parts[0][plan.place].copy_(k[0])
-            parts[1][plan.place].copy_(v[0])
+        place = plan.place
+        if isinstance(place[0], int):
+            parts[0][place].copy_(k[0])
+            parts[1][place].copy_(v[0])
             return
-        parts[0][plan.block, plan.offset] = k.to(parts[0].dtype)
-        parts[1][plan.block, plan.offset] = v.to(parts[1].dtype)
+        parts[0][place] = k.to(parts[0].dtype)
+        parts[1][place] = v.to(parts[1].dtype)
 
     def forward(
         self, q: torch.Tensor, cache: CacheHandle, plan: HostPlan, sinks: torch.Tensor | None = None

@@ -99,16 +99,14 @@ class Entries:
     """Single queries for the compiled kernel: a job that lacks only the layer's tensors, and what it points to."""
 
     job: AttentionJob
-    held: tuple[np.ndarray, ...]
+    held: tuple[torch.Tensor | np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
     """A step of one group."""
 
-    block: torch.Tensor  # [T] where each token's own k and v go
-    offset: torch.Tensor  # [T]
-    place: tuple[int, int] | None  # the same of a step of one token
+    place: tuple[int, int] | tuple[torch.Tensor, torch.Tensor]  # block and offset of each token's own k and v, [T] each
     entries: Entries | None
     tiles: tuple[Tiles, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -136,15 +134,24 @@ class Planner:
         self.tile = max(TILE, self.size)
         key_bytes = 4 * spec.num_kv_heads * max(spec.head_dim, spec.v_head_dim)
         self._piece_blocks = max(1, PIECE_BYTES // (key_bytes * self.size))
+        self._blank = AttentionJob(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            dim=spec.head_dim,
+            v_dim=spec.v_head_dim,
+            block_tokens=self.size,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
+            window=spec.window or 0,
+        )
 
     def plan(self, batch: AttentionBatch) -> HostPlan:
         """Rows of few queries become tiles where they are many and short, else rows; the others become spans."""
-        starts, slots = batch.query_start_host, batch.slots_dev.numpy()
+        place = self._place(batch.slots_dev)
+        if self._compiled and 0 < batch.num_decode_rows == batch.num_tokens == batch.num_rows:
+            return HostPlan(place=place, entries=self._each_row(batch))
+        starts = batch.query_start_host
         host = _Host(starts=starts, lengths=batch.lengths_dev.numpy(), table=batch.block_table_dev.numpy())
-        steady = 0 < batch.num_decode_rows == batch.num_tokens == batch.num_rows
-        if self._compiled and steady and host.lengths.min() > 0:
-            rows_of = np.arange(batch.num_rows)
-            return self._plan(slots, entries=self._job(host.table, rows_of, rows_of, host.lengths - 1, host.lengths))
         queries = np.diff(starts)
         used = (queries > 0) & (host.lengths > 0)
         few = used & (queries <= FEW_QUERIES)
@@ -162,8 +169,8 @@ class Planner:
             else:
                 rows.extend(self._row(int(row), n, host) for row in same)
         spans = [self._span(int(row), host) for row in np.flatnonzero(used & ~few)]
-        return self._plan(
-            slots,
+        return HostPlan(
+            place=place,
             entries=entries,
             tiles=tuple(tiles),
             rows=tuple(rows),
@@ -172,15 +179,20 @@ class Planner:
             covered=bool((host.lengths[queries > 0] > 0).all()),
         )
 
-    def _plan(self, slots: np.ndarray, **parts: Any) -> HostPlan:
-        """Add to a plan's parts where the step's own keys and values go."""
-        block, offset = np.divmod(slots, self.size)
-        return HostPlan(
-            place=(int(block[0]), int(offset[0])) if len(slots) == 1 else None,
-            block=torch.from_numpy(block),
-            offset=torch.from_numpy(offset),
-            **parts,
-        )
+    def _place(self, slots: torch.Tensor) -> tuple[int, int] | tuple[torch.Tensor, torch.Tensor]:
+        """Return block and offset of slots [T]; numbers for one alone."""
+        if slots.shape[0] == 1:
+            return divmod(int(slots.item()), self.size)
+        block, offset = np.divmod(slots.numpy(), self.size)
+        return torch.from_numpy(block), torch.from_numpy(offset)
+
+    def _each_row(self, batch: AttentionBatch) -> Entries:
+        """Make an entry of every row of a batch of decode rows: the kernel counts them itself."""
+        table, ends = (t.to(torch.int64).contiguous() for t in (batch.block_table_dev, batch.lengths_dev))
+        job = AttentionJob.from_buffer_copy(self._blank)
+        job.table, job.width = table.data_ptr(), table.shape[1]
+        job.ends, job.entries = ends.data_ptr(), ends.shape[0]
+        return Entries(job=job, held=(table, ends))
 
     def _entries(self, rows: np.ndarray, queries: np.ndarray, host: _Host) -> Entries:
         """Make an entry of each query of the rows."""
@@ -199,18 +211,10 @@ class Planner:
         lows = np.zeros_like(ends) if spec.window is None else np.maximum(positions - spec.window + 1, 0)
         held = tuple(np.ascontiguousarray(part, np.int64) for part in (blocks, tokens, rows, lows, ends))
         table = held[0]
-        job = AttentionJob(
-            **{name: a.ctypes.data for name, a in zip(("table", "tokens", "rows", "lows", "ends"), held, strict=True)},
-            entries=len(tokens),
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            dim=spec.head_dim,
-            v_dim=spec.v_head_dim,
-            width=table.shape[1],
-            block_tokens=self.size,
-            scale=spec.scale,
-            soft_cap=spec.soft_cap or 0.0,
-        )
+        job = AttentionJob.from_buffer_copy(self._blank)
+        for name, part in zip(("table", "tokens", "rows", "lows", "ends"), held, strict=True):
+            setattr(job, name, part.ctypes.data)
+        job.width, job.entries = table.shape[1], len(tokens)
         return Entries(job=job, held=held)
 
     def near(self, keys: Any, queries: Any) -> Any:

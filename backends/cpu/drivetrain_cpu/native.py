@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 2
+ABI = 3
 LIBRARY = Path(__file__).with_name("_kernels.so")
 Pointer, Count, Number, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -28,6 +28,27 @@ class AttentionJob(ctypes.Structure):
         ("scale", Real),
         ("soft_cap", Real),
         ("half", Count),
+        ("window", Count),
+    )
+
+
+class PrepareGroup(ctypes.Structure):
+    """The C struct ``Group`` of ``src/prepare.h``."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("table", "blocks", "slots")),
+        *((name, Count) for name in ("stride", "width", "block_tokens")),
+    )
+
+
+class PrepareJob(ctypes.Structure):
+    """The C struct ``Preparation`` of ``src/prepare.h``."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("rows", "start", "num_new", "token_row", "token_offset", "host_ids")),
+        *((name, Pointer) for name in ("last_tokens", "computed", "ids", "positions", "base", "lengths")),
+        ("groups", ctypes.POINTER(PrepareGroup)),
+        *((name, Count) for name in ("num_rows", "num_tokens", "num_groups", "table_rows", "places", "wide")),
     )
 
 
@@ -51,6 +72,25 @@ class Kernels:
     def attend(self, job: AttentionJob, level: int, threads: int) -> None:
         """Fill ``job.out``. All that the job points to must be alive."""
         self.library.drivetrain_attend(ctypes.byref(job), level, threads)
+
+    def prepare(self, job: PrepareJob) -> None:
+        """Fill what the job points to. IndexError where a row or a token is out of range."""
+        if self.library.drivetrain_prepare(ctypes.byref(job)):
+            raise IndexError("a step names a row of the tables, or a row of the batch, that is not there")
+
+    def keep(
+        self, tokens: torch.Tensor, witness: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """sample.keep/1: tokens [N], witness [N] float32, rows [N], table [R, places], else int32 -> packed [2 N].
+        IndexError where a row is out of range."""
+        check(torch.int32, tokens, rows, last_tokens)
+        check(torch.float32, witness)
+        count = tokens.shape[0]
+        packed = torch.empty(2 * count, dtype=torch.int32)
+        places = (tokens.data_ptr(), witness.data_ptr(), rows.data_ptr(), last_tokens.data_ptr(), packed.data_ptr())
+        if self.library.drivetrain_keep(*places, count, *last_tokens.shape):
+            raise IndexError(f"rows {rows.tolist()} are not all in a table of {last_tokens.shape[0]}")
+        return packed
 
     def norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, level: int, threads: int
@@ -87,6 +127,14 @@ class Kernels:
         return out, total
 
 
+def check(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+    """TypeError unless all are contiguous and of that dtype."""
+    for tensor in tensors:
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            strides = tensor.stride()
+            raise TypeError(f"the kernel needs contiguous {dtype}, got {tensor.dtype} with strides {strides}")
+
+
 class NoKernelsError(RuntimeError):
     """Why there are none."""
 
@@ -115,6 +163,8 @@ def load_kernels(path: Path = LIBRARY) -> Kernels:
         raise NoKernelsError(f"{path.name} is of version {abi}, not {ABI}: install drivetrain-cpu again")
     library.drivetrain_level.restype = ctypes.c_char_p
     library.drivetrain_linear.argtypes = [Pointer, Pointer, Pointer, Count, Count, Count, Number, Number]
+    library.drivetrain_prepare.argtypes = [Pointer]
+    library.drivetrain_keep.argtypes = [Pointer] * 5 + [Count] * 3
     library.drivetrain_attend.argtypes = [Pointer, Number, Number]
     library.drivetrain_norm.argtypes = [Pointer] * 5 + [Count] * 5 + [Real, Number, Number]
     levels = []

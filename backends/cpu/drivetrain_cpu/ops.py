@@ -12,6 +12,7 @@ from drivetrain_api.v1 import (
     Decline,
     DrawSpec,
     GatedActivationSpec,
+    KeepSpec,
     LinearSpec,
     OpSpec,
     OpTraits,
@@ -26,7 +27,7 @@ from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
 from .native import Kernels, usable_kernels
 from .pointwise import Gated, InvariantGated, NativeNorm, RmsNorm, Rope, make_add_rms
-from .prepare import Prepare
+from .prepare import NativePrepare, Prepare, keep
 from .threads import Threads
 
 DTYPES = ("float32", "bfloat16")
@@ -46,7 +47,7 @@ class Providers:
         make = MAKERS.get(spec.op)
         if make is None:
             return Decline(reason="the reference is as fast here")
-        if spec.dtype not in DTYPES and not isinstance(spec, PrepareSpec):
+        if spec.dtype not in DTYPES and not isinstance(spec, PrepareSpec | KeepSpec):
             return Decline(reason=f"{spec.dtype} is not one of {', '.join(DTYPES)}")
         return make(self, spec)
 
@@ -122,7 +123,20 @@ def _draw(own: Providers, spec: Any) -> Provided | Decline:
 
 
 def _prepare(own: Providers, spec: Any) -> Provided | Decline:
-    return Provided(implementation=Prepare(spec, own.threads), label="native: host arrays", traits=INVARIANT)
+    kernels, why = usable_kernels()
+    if kernels is None:
+        label = f"native: host arrays (own kernel: {why})"
+        return Provided(implementation=Prepare(spec, own.threads), label=label, traits=INVARIANT)
+    return Provided(
+        implementation=NativePrepare(spec, own.threads, kernels), label="native: own kernel", traits=INVARIANT
+    )
+
+
+def _keep(own: Providers, spec: Any) -> Provided | Decline:
+    kernels, why = usable_kernels()
+    if kernels is None:
+        return Provided(implementation=keep, label=f"native: host arrays (own kernel: {why})", traits=INVARIANT)
+    return Provided(implementation=kernels.keep, label="native: own kernel", traits=INVARIANT)
 
 
 MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
@@ -134,4 +148,5 @@ MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
     RopeSpec.op: _rope,
     DrawSpec.op: _draw,
     PrepareSpec.op: _prepare,
+    KeepSpec.op: _keep,
 }

@@ -99,7 +99,7 @@ int64_t chunk_outs(int64_t outs, int64_t in, int threads) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int drivetrain_abi() { return 2; }
+int drivetrain_abi() { return 3; }
 
 // Name of the level with that number, best first; null beyond the last.
 const char* drivetrain_level(int number) { return number < level_count ? levels[number]->name : nullptr; }

@@ -14,7 +14,8 @@ struct Product {
 };
 
 // Attention of single queries (entries) over paged keys and values. Entry e is token tokens[e] of the step and sees the
-// keys lows[e] .. ends[e] - 1 of row rows[e] of table [.., width]. q [T, heads, dim], rows ``q_stride`` apart, and out
+// keys lows[e] .. ends[e] - 1 of row rows[e] of table [.., width]. Without tokens and rows entry e is token and row e;
+// without lows it sees the last ``window`` keys, 0: all. q [T, heads, dim], rows ``q_stride`` apart, and out
 // [T, heads, v_dim] are float32; k and v are float32, or bfloat16 (``half``), strides in elements. ``sinks`` [heads] or
 // null. ``soft_cap`` 0: none. The layout is ``native.AttentionJob``'s.
 struct Attention {
@@ -26,7 +27,7 @@ struct Attention {
     int64_t entries, heads, kv_heads, dim, v_dim, width, block_tokens;
     int64_t q_stride, k_block, k_slot, k_head, v_block, v_slot, v_head;
     float scale, soft_cap;
-    int64_t half;
+    int64_t half, window;
 };
 
 struct Level {

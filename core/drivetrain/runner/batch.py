@@ -3,7 +3,7 @@ here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,11 +36,13 @@ def step_limits(policy: ShapePolicy, max_num_seqs: int, max_num_batched_tokens: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """Padded sizes of one step. ``widths``: block table width of each paged group."""
+    """Padded sizes of one step. ``widths``: block table width of each paged group; ``longest``: the largest bound of a
+    row's length (0: not known)."""
 
     rows: int
     tokens: int
     widths: tuple[int, ...]
+    longest: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,7 +119,7 @@ class BatchBuilder:
         longest = int(plan.bounds.max()) if plan.num_rows else 0
         if policy.dynamic:
             widths = tuple([max(1, -(-longest // size)) for size in self.block_tokens])
-            return BatchShape(rows=plan.num_rows, tokens=token_count(plan), widths=widths)
+            return BatchShape(rows=plan.num_rows, tokens=token_count(plan), widths=widths, longest=longest)
         try:
             tokens = bucket(policy.tokens, plan.num_tokens)
             rows = bucket(policy.rows, plan.num_rows + (1 if tokens > plan.num_tokens else 0))
@@ -131,7 +133,7 @@ class BatchBuilder:
                 f"bucket: {error}",
                 fix="give the scheduler the limits of drivetrain.runner.batch.step_limits",
             ) from error
-        return BatchShape(rows=rows, tokens=tokens, widths=widths)
+        return BatchShape(rows=rows, tokens=tokens, widths=widths, longest=longest)
 
     def arrays(self, plan: StepPlan, shape: BatchShape) -> BatchArrays:
         """Lay a plan out in a shape at least as large as its own."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
     from drivetrain.models.step import Carry
     from drivetrain.runner.pooling import Pooled
     from drivetrain.runner.sampler import SampleSet
@@ -26,7 +24,6 @@ class InFlight:
     pooled: list[Pooled] = field(default_factory=list)
     pooled_copy: HostCopy | None = None
     carry: Carry | None = None
-    lengths: torch.Tensor | None = None
     graph: bool = False
     facts: int = 0
     done: Event | None = None

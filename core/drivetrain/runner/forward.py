@@ -95,18 +95,14 @@ class ForwardPass:
             if exports:
                 pack.add(f"exports{g}", np.array(exports, np.int32))
 
-    def prepare(self, batch: BatchArrays, views: dict[str, torch.Tensor]) -> tuple[Prepared, torch.Tensor]:
-        """Compute ids, positions, lengths, tables and slots from the rows, and advance the rows' counts.
-
-        Returns them, and the lengths [B] once more as the int32 that the tables keep.
-        """
+    def prepare(self, batch: BatchArrays, views: dict[str, torch.Tensor]) -> Prepared:
+        """Compute ids, positions, lengths, tables and slots from the rows, and advance the rows' counts."""
         tables = self._tables
         if batch.steady:
             views |= tables.steady_inputs(batch.shape.rows)
-        rows = views["rows"]
         prepared: Prepared = self._prepare(
             PrepareInputs(
-                rows=rows,
+                rows=views["rows"],
                 start=views["start"],
                 token_row=views["token_row"],
                 token_offset=views["token_offset"],
@@ -118,9 +114,7 @@ class ForwardPass:
             ),
             batch.shape.widths,
         )
-        lengths = prepared.lengths.to(torch.int32)
-        tables.computed[rows] = lengths
-        return prepared, lengths
+        return prepared
 
     def step(
         self,
@@ -171,9 +165,14 @@ class ForwardPass:
         """Return one batch for each paged group."""
         dtype = self._index_dtype
         num_prefill = plan.num_rows - plan.num_decode - plan.num_verify
-        query_start, token_row = views["query_start"].to(dtype), views["token_row"].to(dtype)
-        lengths, positions = prepared.lengths.to(dtype), prepared.positions.to(dtype)
-        return tuple(
+        if batch.steady:
+            query_start, token_row = self._tables.steady_places(batch.shape.rows)
+        else:
+            query_start, token_row = views["query_start"].to(dtype), views["token_row"].to(dtype)
+        lengths, positions = prepared.lengths, prepared.positions
+        exact = self._tables.shape.max_drafts == 0 or num_prefill == plan.num_rows
+        longest = batch.shape.longest or int(batch.bounds.max(initial=0))
+        batches = [
             AttentionBatch(
                 query_start_dev=query_start,
                 lengths_dev=lengths,
@@ -183,15 +182,16 @@ class ForwardPass:
                 positions_dev=positions,
                 query_start_host=batch.query_start,
                 length_bounds_host=batch.bounds,
-                host_lengths_exact=self._tables.shape.max_drafts == 0 or num_prefill == plan.num_rows,
+                host_lengths_exact=exact,
                 num_decode_rows=plan.num_decode,
                 num_verify_rows=plan.num_verify,
                 num_prefill_rows=num_prefill,
                 max_query_len=batch.max_query_len,
-                max_length_bound=int(batch.bounds.max(initial=0)),
+                max_length_bound=longest,
             )
             for table, slots in zip(prepared.tables, prepared.slots, strict=True)
-        )
+        ]
+        return tuple(batches)
 
     def embed(self, plan: StepPlan, ids: torch.Tensor) -> Carry:
         """Look the ids up; embeddings that the plan brings replace their tokens' own."""

@@ -54,11 +54,12 @@ def _whole(plan: StepPlan, packed: np.ndarray) -> StepResult:
     """The common case: every row drew one token, and nothing else was asked for."""
     n = plan.num_rows
     finite = np.isfinite(packed[n:].view(np.float32))
+    spoilt = np.count_nonzero(finite) < n
     return StepResult(
         plan_id=plan.plan_id,
         tokens=packed[:n].reshape(n, 1),
-        counts=np.ones(n, np.int32),
-        non_finite=EMPTY if finite.all() else np.flatnonzero(~finite).astype(np.int32),
+        counts=np.full(n, 1, np.int32),
+        non_finite=np.flatnonzero(~finite).astype(np.int32) if spoilt else EMPTY,
     )
 
 

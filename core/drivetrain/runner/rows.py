@@ -64,9 +64,12 @@ class RowTables:
             for a, size, width in zip(self._offsets[:-1], sizes, shape.widths, strict=True)
         )
         values = (np.full(rows, -1), np.ones(rows), np.arange(rows + 1), np.zeros(rows))
-        self._constants = tuple(runtime.from_host(v.astype(shape.slot_dtype)) for v in values)
+        self._constants = tuple(runtime.from_host(v.astype(np.int32)) for v in values)
+        self._count = runtime.from_host(values[2].astype(shape.slot_dtype))
         self._steady: dict[int, dict[str, torch.Tensor]] = {}
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.flags = np.zeros(rows, np.uint8)
+        self._flagged = 0  # rows with a flag
         self.logprobs = np.full(rows, -1, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.pooling: dict[int, str] = {}
@@ -86,11 +89,22 @@ class RowTables:
             }
         return found
 
+    def steady_places(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return such a step's query starts [rows + 1] and the row of each token [rows], of the slot dtype."""
+        found = self._places.get(rows)
+        if found is None:
+            found = self._places[rows] = self._count[: rows + 1], self._count[:rows]
+        return found
+
     @property
     def nbytes(self) -> int:
         """Device bytes of all tables."""
-        state = (self.computed, self.last_tokens, self.floats, self.ints, self.seeds, self._flat)
+        state = (self.computed, self.last_tokens, self.floats, self.ints, self.seeds, self._flat, self._count)
         return sum(t.numel() * t.element_size() for t in (*state, *self._constants))
+
+    def plain(self) -> bool:
+        """Return whether no row at all has a flag: the common case of greedy requests without extras."""
+        return not self._flagged
 
     def row_flags(self, rows: np.ndarray) -> np.ndarray:
         """Return each row's flags: which work it needs."""
@@ -105,13 +119,15 @@ class RowTables:
             self._forget(row)
         for start in plan.starts:
             self._forget(start.row)
-            self.flags[start.row] = flags_of(start)
+            self.flags[start.row] = flags = flags_of(start)
+            self._flagged += flags > 0
             self.logprobs[start.row] = start.logprobs
             if start.pooling is not None:
                 self.pooling[start.row] = start.pooling
 
     def _forget(self, row: int) -> None:
         self.generation[row] += 1
+        self._flagged -= bool(self.flags[row])
         self.flags[row] = 0
         self.logprobs[row] = -1
         self.pooling.pop(row, None)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from drivetrain.runner.drafter import Drafter
     from drivetrain_api.v1 import Backend, CacheHandle, Prepared
 
+NO_FLAGS = np.zeros(0, np.uint8)
 logger = logging.getLogger(__name__)
 
 
@@ -128,7 +129,7 @@ class Runner:
         change_blocks(self.runtime, self.caches, self.passes.places, plan, self.tables.shape.chunk)
         if plan.num_rows == 0:
             return
-        prepared, flight.lengths = self.passes.prepare(batch, views)
+        prepared = self.passes.prepare(batch, views)
         self._layers(flight, batch, views, prepared, carry)
 
     def _changes(self, plan: StepPlan) -> Pack:
@@ -176,7 +177,7 @@ class Runner:
             part.adopt(prefix, views)
             if part.arrays.whole:
                 part.hidden = self.decoder.finish(carry)
-                part.lengths = part.positions = flight.lengths
+                part.lengths = part.positions = prepared.lengths
                 continue
             picked = {name: tensor.index_select(0, part.views["tokens"]) for name, tensor in carry.items()}
             self._keep(part, prepared, self.decoder.finish(picked))
@@ -191,17 +192,18 @@ class Runner:
     @staticmethod
     def _keep(part: SampleSet, prepared: Prepared, hidden: torch.Tensor) -> None:
         part.hidden = hidden
-        part.positions = (prepared.positions.index_select(0, part.views["tokens"]) + 1).to(torch.int32)
-        part.lengths = prepared.lengths.index_select(0, part.views["batch_rows"]).to(torch.int32)
+        part.positions = prepared.positions.index_select(0, part.views["tokens"]) + 1
+        part.lengths = prepared.lengths.index_select(0, part.views["batch_rows"])
 
     def _choose_samples(self, flight: InFlight, batch: BatchArrays) -> None:
         """Split the sampling rows into early and late ones; rows that pool draw nothing."""
         plan = flight.plan
-        flags = self.tables.row_flags(plan.rows)
-        flight.facts = facts = int(np.bitwise_or.reduce(flags))
+        steady = batch.steady and not (plan.late_rows or flight.graph)
+        flags = NO_FLAGS if steady and self.tables.plain() else self.tables.row_flags(plan.rows)
+        flight.facts = facts = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if not self.config.last:
             return
-        if batch.steady and not (plan.late_rows or flight.graph or facts & POOLING):
+        if steady and not facts & POOLING:
             wants = self.tables.logprobs[plan.rows] if facts & LOGPROBS else None
             arrays = self.builder.whole(plan)
             flight.early = SampleSet(arrays=arrays, facts=facts, generation=None, wants_logprobs=wants, views={})
@@ -240,7 +242,7 @@ class Runner:
             pack = Pack()
             self.passes.pack(plan, batch, pack)
             views = pack.upload(self.ring, self.runtime)
-            prepared, _ = self.passes.prepare(batch, views)
+            prepared = self.passes.prepare(batch, views)
             self.graphs.capture(batch, self.passes.inputs(plan, batch, views, prepared, 0))
 
     # -- sample ----------------------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ class Runner:
     def update_rows(self, update: RowUpdate) -> None:
         """Take over what the last stage drew (first stage of a pipeline)."""
         with self.runtime.activate(), torch.no_grad():
-            self.tables.computed[update.rows] = update.computed
+            self.tables.computed[update.rows] = update.computed.to(torch.int32)
             self.tables.last_tokens[update.rows] = update.last_tokens
 
     # -- results ---------------------------------------------------------------------------------------------
@@ -349,11 +351,10 @@ class Runner:
         return flight.sampled and (late is None or late.copy is not None or not self._alive(late).any())
 
     def _result(self, flight: InFlight) -> StepResult:
-        with self.runtime.activate(), torch.no_grad():
-            if flight.done is not None:
-                flight.done.wait()
-            copied = [part.copy.get() for part in flight.parts if part.copy is not None]
-            totals = flight.pooled_copy.get()[-len(flight.pooled) :] if flight.pooled_copy is not None else ()
+        if flight.done is not None:
+            flight.done.wait()
+        copied = [part.copy.get() for part in flight.parts if part.copy is not None]
+        totals = flight.pooled_copy.get()[-len(flight.pooled) :] if flight.pooled_copy is not None else ()
         pooled = [(p.index, total / p.count) for p, total in zip(flight.pooled, totals, strict=True)]
         return assemble(flight.plan, flight.parts, copied, pooled)
 

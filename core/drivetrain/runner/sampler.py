@@ -14,7 +14,7 @@ from drivetrain.params import MAX_LOGPROBS
 from drivetrain.runner.drafter import DraftContext, Drafter
 from drivetrain.runner.drawing import Drawer
 from drivetrain.runner.rows import DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, TOP_K, TOP_P, RowTables
-from drivetrain_api.v1 import SamplingInputs, VerifySpec
+from drivetrain_api.v1 import KeepSpec, SamplingInputs, VerifySpec
 
 if TYPE_CHECKING:
     from drivetrain.ops import Ops
@@ -35,7 +35,7 @@ class SampleSet:
     wants_logprobs: np.ndarray | None  # [n] -1 or how many alternatives; None where no row asked
     views: dict[str, torch.Tensor]
     hidden: torch.Tensor | None = None  # [N', hidden]
-    positions: torch.Tensor | None = None  # [N'] index of each drawn token
+    positions: torch.Tensor | None = None  # [N'] index of each drawn token, of the slot dtype like lengths
     lengths: torch.Tensor | None = None  # [n']
     copy: HostCopy | None = None
     copied: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class RowUpdate:
     """What sampling changed in the tables; a pipeline's last stage sends it to the first."""
 
     rows: torch.Tensor  # [n'] table rows, the padding row for padded entries
-    computed: torch.Tensor  # [n'] int32
+    computed: torch.Tensor  # [n'] integers
     last_tokens: torch.Tensor  # [n', k + 1] int32
 
 
@@ -99,6 +99,7 @@ class Sampler:
         self._greedy: dict[int, SamplingInputs] = {}  # views of the padding row by number of rows
         self._drawer = Drawer(ops, vocabulary=vocabulary, fixed_shapes=fixed_shapes, logits=logits)
         k = tables.shape.max_drafts
+        self._keep: Any = ops.bind(KeepSpec(dtype="int32"))
         self._verify: Any = ops.bind(VerifySpec(dtype="int32", max_drafts=k)) if k else None
 
     def run(self, part: SampleSet, mask: torch.Tensor | None) -> tuple[RowUpdate, list[torch.Tensor]]:
@@ -130,17 +131,17 @@ class Sampler:
             top_p=top_p,
             min_p=min_p,
             seed=self._tables.seeds.index_select(0, rows),
-            position=part.positions,
+            position=part.positions.to(torch.int32),
             sample=sample,
             mask=mask,
-            all_greedy=not part.facts & NON_GREEDY,
+            all_greedy=False,
             any_top_k=bool(part.facts & TOP_K),
             any_top_p=bool(part.facts & TOP_P),
             any_min_p=bool(part.facts & MIN_P),
         )
 
     def _greedy_inputs(self, part: SampleSet, mask: torch.Tensor | None) -> SamplingInputs:
-        """Inputs when no row draws at random: the padding row's parameters, which are greedy, seen N times."""
+        """Inputs when no row draws at random: those of the padding row, which is greedy, seen N times."""
         assert part.positions is not None
         count, row = part.positions.shape[0], self._tables.padding_row
         known = self._greedy.get(count)
@@ -148,13 +149,14 @@ class Sampler:
             temperature, top_p, min_p = self._tables.floats[:, row : row + 1].expand(3, count).unbind(0)
             top_k, sample, _ = self._tables.ints[:, row : row + 1].expand(3, count).unbind(0)
             seed = self._tables.seeds[row : row + 1].expand(count)
+            position = self._tables.computed[row : row + 1].expand(count)
             known = self._greedy[count] = SamplingInputs(
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
                 seed=seed,
-                position=part.positions,
+                position=position,
                 sample=sample,
                 mask=None,
                 all_greedy=True,
@@ -162,7 +164,7 @@ class Sampler:
                 any_top_p=False,
                 any_min_p=False,
             )
-        return replace(known, position=part.positions, mask=mask)
+        return known if mask is None else replace(known, mask=mask)
 
     def _alternatives(self, part: SampleSet) -> int | None:
         """How many alternatives log-probabilities are reported with; None for no report."""
@@ -171,20 +173,19 @@ class Sampler:
         k = MAX_LOGPROBS if self._fixed else int(part.wants_logprobs.max()) if part.wants_logprobs is not None else 0
         return min(k, self._vocabulary)
 
-    def _plain(self, part: SampleSet, draws: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
-        tokens = draws.to(torch.int32)
+    def _plain(self, part: SampleSet, tokens: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
         assert part.positions is not None and part.lengths is not None
+        rows, table = part.views["rows"], self._tables.last_tokens
+        packed = self._keep(tokens, finite, rows, table)
         last = self._followed(part, tokens, part.positions)
-        rows = part.views["rows"]
-        self._tables.last_tokens[rows] = last
-        return RowUpdate(rows=rows, computed=part.lengths, last_tokens=last), torch.cat(
-            (tokens, finite.view(torch.int32))
-        )
+        if last.shape[1] > 1:
+            table[rows] = last
+        return RowUpdate(rows=rows, computed=part.lengths, last_tokens=last), packed
 
     def _verified(self, part: SampleSet, draws: torch.Tensor, finite: torch.Tensor) -> tuple[RowUpdate, torch.Tensor]:
         tables, rows, num_drafts = self._tables, part.views["rows"], part.views["num_drafts"]
         assert part.lengths is not None
-        places = draws.to(torch.int32)[part.views["spread"]]  # [n', k + 1]
+        places = draws[part.views["spread"]]  # [n', k + 1]
         accepted = self._verify(places, tables.last_tokens[rows, 1:], num_drafts).to(torch.int32)
         computed = part.lengths.to(torch.int32) - num_drafts - 1 + accepted
         token = places.gather(1, (accepted - 1).to(torch.int64).unsqueeze(1)).squeeze(1)
@@ -206,7 +207,7 @@ class Sampler:
         context = DraftContext(
             rows=rows,
             last_token=token,
-            position=position,
+            position=position.to(torch.int32),
             seed=tables.seeds.index_select(0, rows),
             sample=tables.ints[1].index_select(0, rows),
         )

@@ -82,4 +82,5 @@ def table_bytes(shape: TableShape) -> int:
     """Return the device bytes of ``RowTables`` of that shape."""
     index = dtype_bytes(shape.slot_dtype)
     per_row = 4 + 4 * (shape.max_drafts + 1) + 3 * 4 + 3 * 4 + 8 + sum(shape.widths) * index
-    return (shape.num_rows + 1) * per_row + (4 * (shape.num_rows + 1) + 1) * index
+    rows = shape.num_rows + 1
+    return rows * per_row + 4 * (4 * rows + 1) + index * (rows + 1)

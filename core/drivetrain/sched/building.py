@@ -213,7 +213,7 @@ def assemble(state: SchedulerState, decode: Decode, prompts: Prompts) -> StepPla
         sample=sample,
         num_decode=num_decode - decode.num_verify,
         num_verify=decode.num_verify,
-        prompt_ids=_prompt_ids(state, prompts),
+        prompt_ids=_prompt_ids(state, prompts) if prompts.rows else EMPTY,
         starts=starts,
         ends=ends,
         blocks=changes.blocks,
@@ -222,8 +222,8 @@ def assemble(state: SchedulerState, decode: Decode, prompts: Prompts) -> StepPla
         copies=changes.copies,
         exports=exports,
         late_rows=_late_rows(state, index, sample) if table.num_late else (),
-        embeds=_embeds(state, prompts, decode.num_tokens),
-        positions=_positions(state, prompts, decode.num_tokens),
+        embeds=_embeds(state, prompts, decode.num_tokens) if prompts.rows else (),
+        positions=_positions(state, prompts, decode.num_tokens) if prompts.rows else (),
     )
 
 

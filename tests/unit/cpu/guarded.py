@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drivetrain_cpu.native import AttentionJob, load_kernels
+from drivetrain_cpu.native import AttentionJob, PrepareGroup, PrepareJob, load_kernels
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -111,6 +111,53 @@ class Guarded:
         self.library.drivetrain_attend(ctypes.byref(job), self.level, 2)
         close(arrays["out"], attended(arrays, groups))
 
+    def prepare(self, wide, at_end):
+        """A decode row, a prompt's chunk and a padded row over two groups; the last row of the tables is used."""
+        self.begin("prepare", wide, at_end)
+        slot = np.int64 if wide else np.int32
+        narrow = {
+            "rows": [2, 0, 3],
+            "start": [-1, 4, -1],
+            "num_new": [1, 2, 0],
+            "token_row": [0, 1, 1, 2],
+            "token_offset": [0, 0, 1, 0],
+            "host_ids": [7, 8, 9, 7],
+            "last_tokens": [[5], [6], [70], [0]],
+            "computed": [1, 2, 5, 0],
+        }
+        arrays = {name: fenced(np.array(value, np.int32), at_end) for name, value in narrow.items()}
+        made = {"ids": 4, "positions": 4, "base": 3, "lengths": 3}
+        arrays |= {name: fenced(np.zeros(size, slot), at_end) for name, size in made.items()}
+        tables = [fenced(np.arange(4 * width, dtype=slot).reshape(4, width), at_end) for width in (3, 2)]
+        blocks = [fenced(np.zeros((3, width), slot), at_end) for width in (3, 2)]
+        slots = [fenced(np.zeros(4, slot), at_end) for _ in range(2)]
+        groups = (PrepareGroup * 2)()
+        for group, table, block, own, size in zip(groups, tables, blocks, slots, (2, 4), strict=True):
+            group.table, group.blocks, group.slots = (a.ctypes.data for a in (table, block, own))
+            group.stride = group.width = table.shape[1]
+            group.block_tokens = size
+        counts = {"num_rows": 3, "num_tokens": 4, "num_groups": 2, "table_rows": 4, "places": 1, "wide": int(wide)}
+        job = PrepareJob(groups=groups, **{name: a.ctypes.data for name, a in arrays.items()}, **counts)
+        assert self.library.drivetrain_prepare(ctypes.byref(job)) == 0
+        assert arrays["ids"].tolist() == [70, 8, 9, 0] and arrays["positions"].tolist() == [5, 4, 5, 0]
+        assert arrays["base"].tolist() == [5, 4, 0] and arrays["computed"].tolist() == [6, 2, 6, 0]
+        assert [s.tolist() for s in slots] == [[17, 4, 5, 0], [21, 4, 5, 0]]
+        assert all(b.tolist() == t[[2, 0, 3]].tolist() for b, t in zip(blocks, tables, strict=True))
+        arrays["rows"][2] = 4
+        assert self.library.drivetrain_prepare(ctypes.byref(job)) == 1
+
+    def keep(self, at_end):
+        """Two rows of a table of three, the last one among them."""
+        self.begin("keep", at_end)
+        tokens, witness, rows = (np.array(v, np.int32) for v in ([8, 9], [-1, 2], [2, 0]))
+        arrays = [fenced(a, at_end) for a in (tokens, witness, rows, np.ones((3, 2), np.int32), np.zeros(4, np.int32))]
+        places = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
+        counts = [ctypes.c_int64(n) for n in (2, 3, 2)]
+        assert self.library.drivetrain_keep(*places, *counts) == 0
+        assert arrays[3].tolist() == [[9, 1], [1, 1], [8, 1]] and arrays[4].tolist() == [8, 9, -1, 2]
+        arrays[2][1] = -1
+        assert self.library.drivetrain_keep(*places, *counts) == 1
+
 
 def attended(a, groups):
     """The same in numpy."""
@@ -130,6 +177,9 @@ def main(path, level, beyond=""):
         guarded.linear(1, 1, 64, 1, True, beyond=1)
         return
     for at_end in (True, False):
+        guarded.keep(at_end)
+        for wide in (True, False):
+            guarded.prepare(wide, at_end)
         for size in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 127, 641):
             for rows, outs in ((1, 1), (1, 5), (2, 9), (3, 41), (6, 3), (7, 1), (8, 7), (17, 131)):
                 guarded.linear(rows, outs, size, 1 + outs % 2, at_end)

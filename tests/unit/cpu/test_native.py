@@ -326,4 +326,4 @@ def test_a_touched_byte_beyond_a_buffer_is_seen():
 def test_the_job_is_the_struct_that_the_library_reads():
     from drivetrain_cpu.native import AttentionJob
 
-    assert np.dtype(AttentionJob).itemsize == 10 * 8 + 14 * 8 + 2 * 4 + 8
+    assert np.dtype(AttentionJob).itemsize == 10 * 8 + 14 * 8 + 2 * 4 + 2 * 8

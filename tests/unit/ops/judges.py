@@ -196,6 +196,14 @@ def judge_verify(case):
     return (np.asarray(accepted, int),)
 
 
+def judge_keep(case):
+    tokens, witness, rows = (case.inputs[name].numpy() for name in ("tokens", "witness", "rows"))
+    table = case.inputs["last_tokens"].numpy().copy()
+    for token, row in zip(tokens, rows, strict=True):
+        table[row, 0] = token
+    return np.concatenate((tokens, witness.view(np.int32))), table
+
+
 def judge_prepare(case):
     inputs, widths = case.inputs["inputs"], case.inputs["widths"]
     rows, start, new = inputs.rows.tolist(), inputs.start.tolist(), inputs.num_new.tolist()
@@ -215,7 +223,10 @@ def judge_prepare(case):
         positions.append(position)
         for each, table, size in zip(slots, tables, case.spec.block_tokens, strict=True):
             each.append(int(table[b, position // size]) * size + position % size)
-    return tuple(np.asarray(v) for v in (ids, positions, base, lengths, *tables, *slots))
+    computed = inputs.computed.numpy().copy()
+    for r, length in zip(rows, lengths, strict=True):
+        computed[r] = length
+    return tuple(np.asarray(v) for v in (ids, positions, base, lengths, *tables, *slots, computed))
 
 
 JUDGES = {
@@ -231,6 +242,7 @@ JUDGES = {
     "sample.draw/1": judge_draw,
     "sample.logprobs/1": judge_logprobs,
     "sample.verify/1": judge_verify,
+    "sample.keep/1": judge_keep,
     "input.prepare/1": judge_prepare,
 }
 

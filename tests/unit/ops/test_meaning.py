@@ -9,7 +9,7 @@ from tests.unit.ops.judges import JUDGES, check
 
 RUNTIME = torch_runtime("cpu")
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
-INTEGER_OPS = {"sample.draw/1", "sample.verify/1", "input.prepare/1"}
+INTEGER_OPS = {"sample.draw/1", "sample.verify/1", "sample.keep/1", "input.prepare/1"}
 
 
 def place(slot_dtype="int64"):

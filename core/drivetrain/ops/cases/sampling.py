@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.ops.cases.source import Source, call_case, int_tensor, on
 from drivetrain.ops.reference.kinds import Case, Place
-from drivetrain_api.v1 import DrawSpec, LogprobsSpec, SamplingInputs, VerifySpec
+from drivetrain_api.v1 import DrawSpec, KeepSpec, LogprobsSpec, SamplingInputs, VerifySpec
 
 
 def sampling_inputs(source: Source, rows: int, vocabulary: int, *, filters: bool = True) -> SamplingInputs:
@@ -116,3 +116,30 @@ def verify_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
                 "num_drafts": source.integers(0, places + 1, rows, dtype="int32"),
             }
             yield call_case(place, f"{name}, {places} drafts", spec, inputs)
+
+
+def keep_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
+    """Tables with and without drafts, rows in any order, witnesses that are no numbers."""
+    source = Source("float32", seed)
+    spec = KeepSpec(dtype="int32")
+    for name, rows, places in (
+        (name, rows, 1 + drafts) for drafts in (0, 3) for name, rows in (("empty", 0), ("one row", 1), ("rows", 9))
+    ):
+        witness = source.normal(rows)
+        witness[1::3] = float("nan")
+        witness[2::3] = float("inf")
+        inputs = {
+            "tokens": source.integers(0, 1000, rows, dtype="int32"),
+            "witness": witness,
+            "rows": source.normal(12).argsort()[:rows].to(torch.int32),
+            "last_tokens": source.integers(0, 1000, 12, places, dtype="int32"),
+        }
+        yield _keep_case(place, f"{name}, {places - 1} drafts", spec, inputs)
+
+
+def _keep_case(place: Place, name: str, spec: KeepSpec, inputs: dict[str, torch.Tensor]) -> Case:
+    def run(keep: Any) -> tuple[torch.Tensor, ...]:
+        values = {key: on(place, value) for key, value in inputs.items()}
+        return keep(**values), values["last_tokens"]
+
+    return Case(name=name, spec=spec, inputs=dict(inputs), run=run)

@@ -46,12 +46,12 @@ STEPS: tuple[tuple[str, tuple[StepRow, ...]], ...] = (
 )
 
 
-def step_inputs(source: Source, rows: tuple[StepRow, ...]) -> PrepareInputs:
+def step_inputs(source: Source, rows: tuple[StepRow, ...], slot_dtype: str) -> PrepareInputs:
     """Return host inputs of one step over a table of six rows, the last of them the padding row."""
     counts = [r.new + r.padded for r in rows]
     computed = source.integers(0, 90, TABLE_ROWS, dtype="int32")
     computed[-1] = 0
-    tables = [source.integers(1, 500, TABLE_ROWS, width, dtype="int32") for width in (12, 7)]
+    tables = [source.integers(1, 500, TABLE_ROWS, width, dtype=slot_dtype) for width in (12, 7)]
     for table in tables:
         table[-1] = 0
     return PrepareInputs(
@@ -73,7 +73,7 @@ def prepare_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
     for slot_dtype in ("int32", "int64"):
         spec = PrepareSpec(dtype=slot_dtype, block_tokens=(8, 16))
         for name, rows in STEPS:
-            yield _case(place, f"{name}, {slot_dtype}", spec, step_inputs(source, rows))
+            yield _case(place, f"{name}, {slot_dtype}", spec, step_inputs(source, rows, slot_dtype))
 
 
 def _case(place: Place, name: str, spec: PrepareSpec, inputs: PrepareInputs) -> Case:
@@ -83,6 +83,6 @@ def _case(place: Place, name: str, spec: PrepareSpec, inputs: PrepareInputs) -> 
         values: dict[str, Any] = {f.name: on(place, getattr(inputs, f.name)) for f in fields(inputs)}
         values["block_tables"] = tuple(on(place, t) for t in inputs.block_tables)
         done = prepare(PrepareInputs(**values), widths)
-        return (done.ids, done.positions, done.base, done.lengths, *done.tables, *done.slots)
+        return (done.ids, done.positions, done.base, done.lengths, *done.tables, *done.slots, values["computed"])
 
     return Case(name=name, spec=spec, inputs={"inputs": inputs, "widths": widths}, run=run)

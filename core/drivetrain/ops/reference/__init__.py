@@ -13,7 +13,7 @@ from drivetrain.ops.reference.kinds import Case, Cost, Place, ReferenceOp, Toler
 from drivetrain.ops.reference.norms import ADD_RMS_NORM, RMS_NORM
 from drivetrain.ops.reference.pointwise import GATED_ACTIVATION, SOFT_CAP
 from drivetrain.ops.reference.rope import ROPE, ROPE_ANGLES
-from drivetrain.ops.reference.steps import LOGPROBS, PREPARE, VERIFY
+from drivetrain.ops.reference.steps import KEEP, LOGPROBS, PREPARE, VERIFY
 
 REFERENCE: dict[str, ReferenceOp] = {
     reference.op: reference
@@ -30,6 +30,7 @@ REFERENCE: dict[str, ReferenceOp] = {
         DRAW,
         LOGPROBS,
         VERIFY,
+        KEEP,
         PREPARE,
     )
 }

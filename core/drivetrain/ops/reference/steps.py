@@ -1,4 +1,4 @@
-"""sample.logprobs, sample.verify and input.prepare: what surrounds a model's forward."""
+"""sample.logprobs, sample.verify, sample.keep and input.prepare: what surrounds a model's forward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from drivetrain.ops.cases.sampling import logprobs_cases, verify_cases
+from drivetrain.ops.cases.sampling import keep_cases, logprobs_cases, verify_cases
 from drivetrain.ops.cases.steps import prepare_cases
 from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, count_up, equal
 from drivetrain_api.v1 import (
     BatchFacts,
+    KeepSpec,
     LogprobsSpec,
     Prepared,
     PrepareInputs,
@@ -62,6 +63,25 @@ def make_verify(
     return verify
 
 
+def make_keep(
+    spec: KeepSpec,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """sample.keep/1: ``fn(tokens [N], witness [N], rows [N], last_tokens [R, k + 1]) -> packed [2 N]``; all int32 but
+    the witness, float32.
+
+    last_tokens[rows[n], 0] becomes tokens[n]. packed holds the tokens, then the bits of the witnesses: what the host
+    copies.
+    """
+
+    def keep(
+        tokens: torch.Tensor, witness: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        last_tokens[rows, 0] = tokens
+        return torch.cat((tokens, witness.view(torch.int32)))
+
+    return keep
+
+
 def make_prepare(spec: PrepareSpec) -> Callable[[PrepareInputs, tuple[int, ...]], Prepared]:
     """input.prepare/1: ``fn(inputs: PrepareInputs, widths) -> Prepared``, all of the slot dtype.
 
@@ -70,7 +90,7 @@ def make_prepare(spec: PrepareSpec) -> Callable[[PrepareInputs, tuple[int, ...]]
     is host_ids[t] in a row with a start, else last_tokens[rows[b], token_offset[t]]. A token whose offset
     is not below its row's num_new is padding: id, position and slot 0. tables[g] = block_tables[g][rows,
     :widths[g]]; slots[g][t] = tables[g][b, position // block_tokens[g]] * block_tokens[g] + position mod
-    block_tokens[g].
+    block_tokens[g]. At the end computed[rows[b]] becomes lengths[b].
     """
     dtype = torch_dtype(spec.dtype)
 
@@ -90,6 +110,7 @@ def make_prepare(spec: PrepareSpec) -> Callable[[PrepareInputs, tuple[int, ...]]
             slot = rows[row, column] * size + positions % size
             tables.append(rows)
             slots.append(torch.where(real, slot, 0).to(dtype))
+        inputs.computed[inputs.rows] = lengths.to(torch.int32)
         return Prepared(
             ids=ids,
             positions=positions,
@@ -126,6 +147,11 @@ def verify_cost(spec: VerifySpec, facts: BatchFacts) -> Cost:
     return Cost(bytes=elements * 4, operations=elements)
 
 
+def keep_cost(spec: KeepSpec, facts: BatchFacts) -> Cost:
+    """Read tokens, witnesses and rows; write the tokens twice and the witnesses."""
+    return Cost(bytes=facts.num_rows * 24, operations=facts.num_rows)
+
+
 def prepare_cost(spec: PrepareSpec, facts: BatchFacts) -> Cost:
     """Write ids, positions and slots of a token; read and write a row's place."""
     size = dtype_bytes(spec.dtype)
@@ -149,6 +175,14 @@ VERIFY = ReferenceOp(
     cases=verify_cases,
     tolerance=equal,
     cost=verify_cost,
+)
+KEEP = ReferenceOp(
+    op=KeepSpec.op,
+    make=make_keep,
+    invariant=make_keep,
+    cases=keep_cases,
+    tolerance=equal,
+    cost=keep_cost,
 )
 PREPARE = ReferenceOp(
     op=PrepareSpec.op,

@@ -56,6 +56,7 @@ from .provisional import (
 )
 from .sampling import (
     DrawSpec,
+    KeepSpec,
     LogprobsSpec,
     Prepared,
     PrepareInputs,
@@ -108,6 +109,7 @@ __all__ = [
     "Health",
     "HostCopy",
     "Implementation",
+    "KeepSpec",
     "Linear",
     "LinearSpec",
     "LogprobsSpec",

@@ -59,7 +59,8 @@ class LogprobsSpec(OpSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareInputs:
-    """Device inputs of ``input.prepare/1``. B rows, T tokens; block tables are those of one cache group each."""
+    """Device inputs of ``input.prepare/1``, int32 and contiguous. B rows, T tokens; block tables are those of one cache
+    group each, of the slot dtype."""
 
     rows: torch.Tensor  # [B] row of the table; the last row of the table is the padding row
     start: torch.Tensor  # [B] first position of this step, or -1: take the row's own count of computed tokens
@@ -67,7 +68,7 @@ class PrepareInputs:
     token_offset: torch.Tensor  # [T] its offset inside the row's query
     host_ids: torch.Tensor  # [T] token ids of prefill rows; others are taken from the row's last tokens
     num_new: torch.Tensor  # [B] query tokens of each row; 0 = padded row
-    computed: torch.Tensor  # [R] table: tokens computed
+    computed: torch.Tensor  # [R] table: tokens computed; the op advances the step's rows to their new lengths
     last_tokens: torch.Tensor  # [R, k + 1] table: last token, then drafts
     block_tables: tuple[torch.Tensor, ...]  # each [R, W_g] table
 
@@ -105,3 +106,13 @@ class VerifySpec(OpSpec):
 
     op: ClassVar[str] = "sample.verify/1"
     max_drafts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSpec(OpSpec):
+    """``fn(tokens [N], witness [N], rows [N], last_tokens [R, k + 1]) -> packed [2 N]``; int32, the witness float32.
+
+    last_tokens[rows[n], 0] becomes tokens[n] (a row named twice: either); packed: the tokens, then the witnesses' bits.
+    """
+
+    op: ClassVar[str] = "sample.keep/1"
