@@ -198,7 +198,7 @@ def machine_facts() -> dict[str, object]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python ci/perf/{Path(sys.argv[0]).name} " + " ".join(Path(a).name for a in sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
     }
 
