@@ -184,20 +184,9 @@ class BatchBuilder:
             steady=True,
         )
 
-    def whole(self, plan: StepPlan) -> SampleArrays:
-        """Lay out the sampling of every row of a steady batch."""
-        count = self.count(plan.num_rows)
-        return SampleArrays(
-            index=count,
-            rows=plan.rows,
-            batch_rows=count,
-            tokens=count,
-            logit_rows=plan.rows,
-            num_logits=plan.num_rows,
-            spread=None,
-            num_drafts=None,
-            whole=True,
-        )
+    def whole(self, plan: StepPlan, rows: np.ndarray) -> SampleArrays:
+        """Lay out the sampling of every row of a steady batch. ``rows`` [B]: the plan's, padded."""
+        return every_row(self.count(max(plan.num_rows, len(rows))), plan.num_rows, rows)
 
     def samples(self, plan: StepPlan, batch: BatchArrays, index: np.ndarray) -> SampleArrays:
         """Lay out the sampling of the batch rows ``index`` (ascending)."""
@@ -254,6 +243,21 @@ class BatchBuilder:
             self._count = np.arange(size, dtype=np.int32)
             self._fill_constants(size)
         return self._count[:n]
+
+
+def every_row(count: np.ndarray, num_rows: int, rows: np.ndarray) -> SampleArrays:
+    """Lay out the sampling of one token of each of ``num_rows`` rows, ``rows`` [B] with padding; ``count`` [B]."""
+    return SampleArrays(
+        index=count[:num_rows],
+        rows=rows,
+        batch_rows=count,
+        tokens=count,
+        logit_rows=rows,
+        num_logits=num_rows,
+        spread=None,
+        num_drafts=None,
+        whole=True,
+    )
 
 
 def token_count(plan: StepPlan) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from drivetrain.models.step import Carry
+    from drivetrain.runner.graphs import Captured
     from drivetrain.runner.pooling import Pooled
     from drivetrain.runner.sampler import SampleSet
     from drivetrain.sched.plan import StepPlan
@@ -24,7 +25,7 @@ class InFlight:
     pooled: list[Pooled] = field(default_factory=list)
     pooled_copy: HostCopy | None = None
     carry: Carry | None = None
-    graph: bool = False
+    captured: Captured | None = None
     facts: int = 0
     done: Event | None = None
     sampled: bool = False

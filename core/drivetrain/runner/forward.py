@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from drivetrain.models.step import ModelStep
-from drivetrain.runner.graphs import StepInputs
 from drivetrain.runner.rows import DELTA, RowTables
 from drivetrain_api.v1 import AttentionBatch, PrepareInputs, PrepareSpec
 
@@ -70,7 +69,7 @@ class ForwardPass:
         self._backend = backend
         self.decoder = decoder
         self.caches = tuple(caches)
-        self._tables = tables
+        self.tables = tables
         self.places = group_places(decoder, group_ids)
         self._paged = [g for g, place in enumerate(self.places) if place.paged is not None]
         self._index_dtype = tables.tables[0].dtype if tables.tables else torch.int64
@@ -97,7 +96,7 @@ class ForwardPass:
 
     def prepare(self, batch: BatchArrays, views: dict[str, torch.Tensor]) -> Prepared:
         """Compute ids, positions, lengths, tables and slots from the rows, and advance the rows' counts."""
-        tables = self._tables
+        tables = self.tables
         if batch.steady:
             views |= tables.steady_inputs(batch.shape.rows)
         prepared: Prepared = self._prepare(
@@ -123,15 +122,18 @@ class ForwardPass:
         views: dict[str, torch.Tensor],
         prepared: Prepared,
         facts: int,
+        *,
+        captured: bool = False,
     ) -> ModelStep:
-        """Plan every group's attention and gather what the decoder's layers need."""
+        """Plan every group's attention and gather what the decoder's layers need. ``captured``: for a graph."""
         attention = self.attention_batches(plan, batch, views, prepared)
         plans: list[Any] = []
         for g, place in enumerate(self.places):
             if place.paged is None:
                 plans.append(self._state_plan(plan, batch, views, g))
             else:
-                plans.append(self.decoder.groups[g].attention.plan(attention[place.paged]))
+                planner = self.decoder.groups[g].attention
+                plans.append((planner.plan_for_capture if captured else planner.plan)(attention[place.paged]))
         states = [p.state_blocks if isinstance(p, StatePlan) else None for p in plans]
         return ModelStep(
             ids=prepared.ids,
@@ -143,22 +145,6 @@ class ForwardPass:
             exports=tuple(views.get(f"exports{g}") for g in range(len(plans))),
         )
 
-    def inputs(
-        self,
-        plan: StepPlan,
-        batch: BatchArrays,
-        views: dict[str, torch.Tensor],
-        prepared: Prepared,
-        facts: int,
-    ) -> StepInputs:
-        """Gather what a captured decode step is fed."""
-        return StepInputs(
-            ids=prepared.ids,
-            positions=self.positions(views, prepared, facts),
-            token_rows=views["token_row"],
-            batches=self.attention_batches(plan, batch, views, prepared),
-        )
-
     def attention_batches(
         self, plan: StepPlan, batch: BatchArrays, views: dict[str, torch.Tensor], prepared: Prepared
     ) -> tuple[AttentionBatch, ...]:
@@ -166,11 +152,11 @@ class ForwardPass:
         dtype = self._index_dtype
         num_prefill = plan.num_rows - plan.num_decode - plan.num_verify
         if batch.steady:
-            query_start, token_row = self._tables.steady_places(batch.shape.rows)
+            query_start, token_row = self.tables.steady_places(batch.shape.rows)
         else:
             query_start, token_row = views["query_start"].to(dtype), views["token_row"].to(dtype)
         lengths, positions = prepared.lengths, prepared.positions
-        exact = self._tables.shape.max_drafts == 0 or num_prefill == plan.num_rows
+        exact = self.tables.shape.max_drafts == 0 or num_prefill == plan.num_rows
         longest = batch.shape.longest or int(batch.bounds.max(initial=0))
         batches = [
             AttentionBatch(
@@ -214,7 +200,7 @@ class ForwardPass:
     def positions(self, views: dict[str, torch.Tensor], prepared: Prepared, facts: int) -> torch.Tensor:
         positions = prepared.positions
         if facts & DELTA:
-            delta = self._tables.ints[2].index_select(0, views["rows"])
+            delta = self.tables.ints[2].index_select(0, views["rows"])
             positions = positions + delta[views["token_row"]]
         grid = views.get("grid")
         if grid is not None:
@@ -224,12 +210,12 @@ class ForwardPass:
     def _exports(self, plan: StepPlan, group: int) -> tuple[tuple[int, int, int], ...]:
         """The group's exports; under fixed shapes filled up with exports of nothing to the null block."""
         found = [(e.index, e.offset, e.block) for e in plan.exports if e.group == group]
-        missing = -len(found) % self._tables.shape.chunk if self._tables.shape.chunk else 0
+        missing = -len(found) % self.tables.shape.chunk if self.tables.shape.chunk else 0
         return tuple(found + [(0, 0, 0)] * missing)
 
     def _state_plan(self, plan: StepPlan, batch: BatchArrays, views: dict[str, torch.Tensor], group: int) -> StatePlan:
         return StatePlan(
-            state_blocks=self._tables.tables[group][views["rows"], 0],
+            state_blocks=self.tables.tables[group][views["rows"], 0],
             query_start_dev=views["query_start"],
             query_start_host=batch.query_start,
             exports=views.get(f"exports{group}"),

@@ -1,134 +1,207 @@
-"""Captured decode steps: one graph a row bucket, where backend and attention can. Graphs end at hidden
-states."""
+"""Captured decode steps: one bucket of rows, two graphs.
+
+The first holds a whole forward: preparation from the row tables, attention plans, layers, final norm. The second draws
+greedily from its hidden states and keeps the tokens. Both read and write device memory alone, so a step in steady
+decode is two launches and one copy to the host; only a change of the batch's rows is uploaded before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from drivetrain.models.step import ModelStep
-from drivetrain.runner.batch import BatchShape
+from drivetrain.runner.batch import BatchArrays, BatchShape
+from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, NON_GREEDY
+from drivetrain.runner.sampler import RowUpdate, SampleSet
 
 if TYPE_CHECKING:
-    from drivetrain.runner.batch import BatchArrays, BatchBuilder
+    from drivetrain.runner.batch import BatchBuilder
     from drivetrain.runner.forward import ForwardPass
+    from drivetrain.runner.sampler import Sampler
+    from drivetrain.runner.staging import Pack
     from drivetrain.sched.plan import StepPlan
-    from drivetrain_api.v1 import AttentionBatch, Backend, Graph, GraphBudget, ShapePolicy
+    from drivetrain_api.v1 import Backend, Graph, GraphBudget, Prepared, ShapePolicy
+
+FED = "fed"
+EACH_UP_TO = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Captured:
-    """One captured bucket. The tensors keep their addresses; a step copies its inputs into them and
-    replays."""
+    """One bucket of B rows. The tensors keep their addresses. ``fed`` [2, B]: each place's row of the tables, and its
+    query tokens (0: padded); ``rows``: what it holds, as the host last sent it. ``sampling``: the second graph's
+    results, where there is one."""
 
+    shape: BatchShape
     graph: Graph
-    ids: torch.Tensor  # [B]
-    positions: torch.Tensor  # [B]
-    token_rows: torch.Tensor  # [B]
-    plans: tuple[Any, ...]
+    fed: torch.Tensor
+    prepared: Prepared
     hidden: torch.Tensor  # [B, hidden]
+    rows: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), np.int32))
+    drawing: Graph | None = None
+    update: RowUpdate | None = None
+    packed: torch.Tensor | None = None  # [2 B]
 
+    def draws(self, facts: int) -> bool:
+        """Return whether the second graph does all that rows of these facts ask for."""
+        return self.drawing is not None and not facts & (NON_GREEDY | LOGPROBS | DRAFTS)
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepInputs:
-    """What a decode step feeds a graph: ids, positions and token rows [B], and one batch for each cache
-    group."""
+    def sample_set(self, part: SampleSet) -> None:
+        """Let a set of all the bucket's rows see the replayed step."""
+        part.views = {"rows": self.fed[0], "logit_rows": self.fed[0]}
+        part.hidden = self.hidden
+        part.lengths = part.positions = self.prepared.lengths
 
-    ids: torch.Tensor
-    positions: torch.Tensor
-    token_rows: torch.Tensor
-    batches: tuple[AttentionBatch, ...]
+    def draw(self, part: SampleSet) -> tuple[RowUpdate, list[torch.Tensor]]:
+        """Queue the second graph, as ``Sampler.run``."""
+        assert self.drawing is not None and self.update is not None and self.packed is not None
+        self.drawing.replay()
+        part.hidden = None
+        part.copied = ("packed",)
+        return self.update, [self.packed]
 
 
 class DecodeGraphs:
-    """Graphs by row count. Empty where the backend has no graphs or an attention can't be captured: eager
-    then."""
+    """Buckets by row count. Empty where the backend has no graphs or an attention can't be captured: eager then."""
 
-    def __init__(self, backend: Backend, passes: ForwardPass, buckets: Sequence[int], widths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        passes: ForwardPass,
+        buckets: Sequence[int],
+        widths: Sequence[int],
+        sampler: Sampler | None,
+    ) -> None:
+        """``sampler``: None where drawing is not captured."""
         self.buckets = tuple(buckets)
         self._backend = backend
         self._passes = passes
         self._widths = tuple(widths)
+        self._sampler = sampler
         self._captured: dict[int, Captured] = {}
+        self._facts = DELTA if any(rope.sections for rope in getattr(passes.decoder.spec, "ropes", ())) else 0
 
     @property
     def count(self) -> int:
-        """Graphs that exist now."""
+        """Buckets that are captured now."""
         return len(self._captured)
 
-    def shape(self, plan: StepPlan) -> BatchShape | None:
-        """Return the shape of the captured bucket that serves this plan, None when it has to run eagerly."""
+    def find(self, plan: StepPlan) -> Captured | None:
+        """Return the captured bucket that serves this plan, None when it has to run eagerly."""
         special = plan.embeds or plan.positions or plan.exports
         if not self._captured or plan.num_decode != plan.num_rows or plan.num_rows == 0 or special:
             return None
-        rows = min((b for b in self._captured if b >= plan.num_rows), default=None)
-        return None if rows is None else BatchShape(rows=rows, tokens=rows, widths=self._widths)
+        best = min((rows for rows in self._captured if rows >= plan.num_rows), default=None)
+        return None if best is None else self._captured[best]
 
     def capture_shape(self, rows: int) -> BatchShape:
         """Return the shape at which the bucket of ``rows`` is captured."""
         return BatchShape(rows=rows, tokens=rows, widths=self._widths)
 
-    def capture(self, batch: BatchArrays, inputs: StepInputs) -> None:
-        """Record the decoder for one bucket; ``inputs`` are a padded step of exactly its shape."""
-        runtime, decoder = self._backend.device, self._passes.decoder
+    def capture(self, plan: StepPlan, batch: BatchArrays) -> None:
+        """Record the bucket of a dummy plan that has exactly its rows. Its work runs once before it is recorded, so
+        that nothing is compiled or loaded meanwhile."""
+        runtime, passes, shape = self._backend.device, self._passes, batch.shape
+        start = np.stack((batch.rows, np.zeros(shape.rows, np.int32)))
+        fed = runtime.from_host(start)
+        views = passes.tables.steady_inputs(shape.rows) | {"rows": fed[0], "num_new": fed[1]}
+
+        def forward() -> tuple[Prepared, torch.Tensor]:
+            prepared = passes.prepare(batch, views)
+            step = passes.step(plan, batch, views, prepared, self._facts, captured=True)
+            decoder = passes.decoder
+            return prepared, decoder.finish(decoder.forward(decoder.embed(prepared.ids), step))
+
+        graph, (prepared, hidden) = self._record(forward)
+        made = Captured(shape=shape, graph=graph, fed=fed, prepared=prepared, hidden=hidden, rows=start)
+        if self._sampler is not None:
+            self._capture_drawing(made, plan, batch, self._sampler)
+        self._captured[shape.rows] = made
+
+    def _capture_drawing(self, made: Captured, plan: StepPlan, batch: BatchArrays, sampler: Sampler) -> None:
+        part = SampleSet.of_whole(plan.num_rows, batch.rows)
+
+        def draw() -> tuple[RowUpdate, list[torch.Tensor]]:
+            made.sample_set(part)
+            return sampler.run(part, None)
+
+        made.drawing, (made.update, (made.packed,)) = self._record(draw)
+
+    def _record(self, run: Callable[[], tuple]) -> tuple[Graph, tuple]:  # type: ignore[type-arg]
         graphs = self._backend.graphs
         assert graphs is not None
-        ids, positions, rows = (
-            runtime.zeros(tuple(t.shape), t.dtype) for t in (inputs.ids, inputs.positions, inputs.token_rows)
-        )
-        attention = (decoder.groups[g].attention for g in range(len(decoder.groups)))
-        plans = tuple(a.plan_for_capture(b) for a, b in zip(attention, inputs.batches, strict=True))
-        step = ModelStep(ids=ids, positions=positions, token_rows=rows, plans=plans, caches=self._passes.caches)
+        run()
+        return graphs.capture(run)
 
-        def run() -> torch.Tensor:
-            return decoder.finish(decoder.forward(decoder.embed(ids), step))
+    def pack(self, captured: Captured, batch: BatchArrays, pack: Pack) -> None:
+        """Add the batch's rows to the upload where they are not the ones of the bucket's last step."""
+        fed = np.stack((batch.rows, batch.num_new))
+        if not np.array_equal(fed, captured.rows):
+            pack.add(FED, fed)
+            captured.rows = fed
 
-        graph, hidden = graphs.capture(run)
-        self._captured[batch.shape.rows] = Captured(
-            graph=graph, ids=ids, positions=positions, token_rows=rows, plans=plans, hidden=hidden
-        )
-
-    def run(self, rows: int, inputs: StepInputs) -> torch.Tensor:
-        """Replay a bucket; returns hidden states [B, hidden], valid until the bucket's next replay."""
-        captured = self._captured[rows]
-        captured.ids.copy_(inputs.ids)
-        captured.positions.copy_(inputs.positions)
-        captured.token_rows.copy_(inputs.token_rows)
-        for group, plan, batch in zip(self._passes.decoder.groups, captured.plans, inputs.batches, strict=True):
-            group.attention.update_plan(plan, batch)
+    def run(self, captured: Captured, views: dict[str, torch.Tensor]) -> None:
+        """Queue the bucket's forward. What it holds is valid until its next replay."""
+        fed = views.get(FED)
+        if fed is not None:
+            captured.fed.copy_(fed)
         captured.graph.replay()
-        return captured.hidden
+
+    def forget_rows(self) -> None:
+        """Upload the rows anew with every bucket's next step: an upload may not have come."""
+        for captured in self._captured.values():
+            captured.rows = np.zeros((2, 0), np.int32)
 
     def close(self) -> None:
         """Release every graph."""
         for captured in self._captured.values():
             captured.graph.release()
+            if captured.drawing is not None:
+                captured.drawing.release()
         self._captured.clear()
 
 
-def decode_graphs(backend: Backend, passes: ForwardPass, builder: BatchBuilder, max_rows: int) -> DecodeGraphs:
+def decode_graphs(
+    backend: Backend, passes: ForwardPass, builder: BatchBuilder, max_rows: int, sampler: Sampler | None
+) -> DecodeGraphs:
     """Return the graphs that this backend and decoder can have; none of them is captured yet."""
     groups = passes.decoder.groups
     capturable = backend.graphs is not None and bool(groups)
     for group in groups:
         attention = group.attention
-        can = hasattr(attention, "plan_for_capture") and hasattr(attention, "update_plan")
-        capturable = capturable and can and attention.traits.graph != "never"
-    buckets = graph_buckets(backend.shapes, backend.graphs.budget, max_rows) if capturable and backend.graphs else ()
-    return DecodeGraphs(backend, passes, buckets, builder.max_widths)
+        can = hasattr(attention, "plan_for_capture") and attention.traits.graph != "never"
+        capturable = capturable and can
+    if not capturable or backend.graphs is None:
+        return DecodeGraphs(backend, passes, (), builder.max_widths, None)
+    budget = backend.graphs.budget
+    drawn = sampler if budget.max_graphs != 1 else None
+    share = replace(budget, max_graphs=budget.max_graphs // 2) if drawn is not None else budget
+    return DecodeGraphs(backend, passes, graph_buckets(backend.shapes, share, max_rows), builder.max_widths, drawn)
 
 
 def graph_buckets(policy: ShapePolicy, budget: GraphBudget, max_rows: int) -> tuple[int, ...]:
-    """Choose row counts to capture: the policy's, else powers of two; thinned evenly to the budget."""
+    """Choose row counts to capture: the policy's, else all up to eight and then steps of an eighth to a quarter;
+    thinned evenly to the budget."""
+    if max_rows < 1:
+        return ()
     if policy.rows:
         sizes = [rows for rows in policy.rows if not policy.tokens or rows in policy.tokens]
     else:
-        sizes = [1 << i for i in range(max(1, max_rows).bit_length()) if 1 << i < max_rows] + [max_rows]
+        sizes = _dense_sizes(max_rows)
     limit = budget.max_graphs
     if limit and len(sizes) > limit:
         step = (len(sizes) - 1) / max(1, limit - 1)
         sizes = [sizes[round(i * step)] for i in range(limit)] if limit > 1 else [sizes[-1]]
     return tuple(dict.fromkeys(sizes))
+
+
+def _dense_sizes(max_rows: int) -> list[int]:
+    sizes, rows = [], 1
+    while rows < max_rows:
+        sizes.append(rows)
+        rows += 1 if rows < EACH_UP_TO else 1 << (rows.bit_length() - 3)
+    return [*sizes, max_rows]

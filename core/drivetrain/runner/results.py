@@ -52,8 +52,8 @@ def assemble(
 
 def _whole(plan: StepPlan, packed: np.ndarray) -> StepResult:
     """The common case: every row drew one token, and nothing else was asked for."""
-    n = plan.num_rows
-    finite = np.isfinite(packed[n:].view(np.float32))
+    n, padded = plan.num_rows, len(packed) // 2
+    finite = np.isfinite(packed[padded : padded + n].view(np.float32))
     spoilt = np.count_nonzero(finite) < n
     return StepResult(
         plan_id=plan.plan_id,

@@ -20,7 +20,7 @@ from drivetrain.runner.batch import BatchArrays, BatchBuilder
 from drivetrain.runner.caches import announce_freed, change_blocks, pack_freed
 from drivetrain.runner.flight import InFlight
 from drivetrain.runner.forward import ForwardPass
-from drivetrain.runner.graphs import decode_graphs
+from drivetrain.runner.graphs import Captured, decode_graphs
 from drivetrain.runner.pooling import Pooler
 from drivetrain.runner.results import assemble, failed
 from drivetrain.runner.rows import LOGPROBS, POOLING, RowTables
@@ -75,7 +75,6 @@ class Runner:
         self.ring = StagingRing(self.runtime, config.depth + 1, staging_capacity(shape, config))
         self.late_ring = StagingRing(self.runtime, config.depth + 1, 1)
         self.passes = ForwardPass(backend, decoder, self.caches, ops, self.tables, group_ids)
-        self.graphs = decode_graphs(backend, self.passes, self.builder, config.max_num_seqs)
         self._group_ids = group_ids
         self._pooler = Pooler(self.runtime, self.tables)
         self._flights: deque[InFlight] = deque()
@@ -91,6 +90,9 @@ class Runner:
             if config.last
             else None
         )
+        whole = config.first and config.last
+        drawing = None if config.max_drafts else self._sampler
+        self.graphs = decode_graphs(backend, self.passes, self.builder, config.max_num_seqs if whole else 0, drawing)
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -115,19 +117,25 @@ class Runner:
         self.tables.note(plan)
         pack = self._changes(plan)
         try:
-            captured = self.graphs.shape(plan) if self.config.first and self.config.last else None
-            flight.graph = captured is not None
-            batch = self.builder.arrays(plan, captured or self.builder.shape(plan))
+            captured = flight.captured = self.graphs.find(plan)
+            batch = self.builder.arrays(plan, captured.shape if captured else self.builder.shape(plan))
             if plan.num_rows:
                 self._choose_samples(flight, batch)
-            self.passes.pack(plan, batch, pack)
+            if captured:
+                self.graphs.pack(captured, batch, pack)
+            else:
+                self.passes.pack(plan, batch, pack)
             self._pack_samples(flight, pack)
         except Exception:
+            self.graphs.forget_rows()
             self._apply(plan, self._changes(plan))
             raise
         views = self._apply(plan, pack)
         change_blocks(self.runtime, self.caches, self.passes.places, plan, self.tables.shape.chunk)
         if plan.num_rows == 0:
+            return
+        if captured:
+            self._replay(flight, captured, views)
             return
         prepared = self.passes.prepare(batch, views)
         self._layers(flight, batch, views, prepared, carry)
@@ -155,10 +163,6 @@ class Runner:
         carry: Carry | None,
     ) -> None:
         plan, facts = flight.plan, flight.facts
-        if flight.graph and not facts & POOLING:
-            inputs = self.passes.inputs(plan, batch, views, prepared, facts)
-            self._keep_hidden(flight, views, prepared, self.graphs.run(batch.shape.rows, inputs))
-            return
         step = self.passes.step(plan, batch, views, prepared, facts)
         if carry is None:
             if not self.config.first:
@@ -182,6 +186,15 @@ class Runner:
             picked = {name: tensor.index_select(0, part.views["tokens"]) for name, tensor in carry.items()}
             self._keep(part, prepared, self.decoder.finish(picked))
 
+    def _replay(self, flight: InFlight, captured: Captured, views: dict[str, torch.Tensor]) -> None:
+        self.graphs.run(captured, views)
+        for prefix, part in flight.sets():
+            if part.arrays.whole:
+                captured.sample_set(part)
+            else:
+                part.adopt(prefix, views)
+                self._keep(part, captured.prepared, captured.hidden.index_select(0, part.views["tokens"]))
+
     def _keep_hidden(
         self, flight: InFlight, views: dict[str, torch.Tensor], prepared: Prepared, hidden: torch.Tensor
     ) -> None:
@@ -198,14 +211,14 @@ class Runner:
     def _choose_samples(self, flight: InFlight, batch: BatchArrays) -> None:
         """Split the sampling rows into early and late ones; rows that pool draw nothing."""
         plan = flight.plan
-        steady = batch.steady and not (plan.late_rows or flight.graph)
+        steady = (batch.steady or flight.captured is not None) and not plan.late_rows
         flags = NO_FLAGS if steady and self.tables.plain() else self.tables.row_flags(plan.rows)
         flight.facts = facts = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if not self.config.last:
             return
         if steady and not facts & POOLING:
             wants = self.tables.logprobs[plan.rows] if facts & LOGPROBS else None
-            arrays = self.builder.whole(plan)
+            arrays = self.builder.whole(plan, batch.rows)
             flight.early = SampleSet(arrays=arrays, facts=facts, generation=None, wants_logprobs=wants, views={})
             return
         draws = plan.sample & ((flags & POOLING) == 0) if facts & POOLING else plan.sample
@@ -238,12 +251,7 @@ class Runner:
     def capture(self, plan: StepPlan) -> None:
         """Record the graph of a decode plan that has exactly one bucket's rows (warm-up only)."""
         with self.runtime.activate(), torch.no_grad():
-            batch = self.builder.arrays(plan, self.graphs.capture_shape(plan.num_rows))
-            pack = Pack()
-            self.passes.pack(plan, batch, pack)
-            views = pack.upload(self.ring, self.runtime)
-            prepared = self.passes.prepare(batch, views)
-            self.graphs.capture(batch, self.passes.inputs(plan, batch, views, prepared, 0))
+            self.graphs.capture(plan, self.builder.arrays(plan, self.graphs.capture_shape(plan.num_rows)))
 
     # -- sample ----------------------------------------------------------------------------------------------
 
@@ -312,6 +320,9 @@ class Runner:
     ) -> tuple[RowUpdate, list[torch.Tensor]]:
         assert self._sampler is not None
         flight.parts.append(part)
+        captured = flight.captured
+        if captured is not None and part.arrays.whole and captured.draws(flight.facts):
+            return captured.draw(part)
         return self._sampler.run(part, mask)
 
     def _alive(self, part: SampleSet) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from drivetrain.params import MAX_LOGPROBS
+from drivetrain.runner.batch import every_row
 from drivetrain.runner.drafter import DraftContext, Drafter
 from drivetrain.runner.drawing import Drawer
 from drivetrain.runner.rows import DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, TOP_K, TOP_P, RowTables
@@ -40,6 +41,12 @@ class SampleSet:
     copy: HostCopy | None = None
     copied: tuple[str, ...] = ()
     given_up: np.ndarray | None = None  # [n] rows whose request ended before their late input came
+
+    @classmethod
+    def of_whole(cls, num_rows: int, rows: np.ndarray) -> SampleSet:
+        """A set of all rows of a step, greedy and without extras. ``rows`` [B]: padded."""
+        arrays = every_row(np.arange(len(rows), dtype=np.int32), num_rows, rows)
+        return cls(arrays=arrays, facts=0, generation=None, wants_logprobs=None, views={})
 
     @property
     def verify(self) -> bool:

@@ -88,11 +88,6 @@ class AttentionPlan:
     step: tuple[MirageTensor, MirageTensor, MirageTensor, MirageTensor]
     slots: MirageTensor
 
-    @property
-    def tensors(self) -> tuple[MirageTensor, ...]:
-        """All of them, in a fixed order."""
-        return (*self.step, self.slots)
-
 
 class MirageAttention:
     """attention.paged/1; can be captured, as its kernel takes lengths from the device."""
@@ -113,15 +108,8 @@ class MirageAttention:
         return AttentionPlan((query_start, lengths, table, positions), slots)
 
     def plan_for_capture(self, batch: AttentionBatch) -> AttentionPlan:
-        """As ``plan``, over tensors of the plan's own."""
-        plan = self.plan(batch)
-        query_start, lengths, table, positions, slots = (on_device(t.clone(), "a plan") for t in plan.tensors)
-        return AttentionPlan((query_start, lengths, table, positions), slots)
-
-    def update_plan(self, plan: AttentionPlan, batch: AttentionBatch) -> None:
-        """Copy the batch over the plan's tensors."""
-        for mine, tensor in zip(plan.tensors, _inputs(batch), strict=True):
-            mine.copy_(tensor)
+        """As ``plan``: the kernel reads everything from the device."""
+        return self.plan(batch)
 
     def write(self, cache: CacheHandle, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> None:
         cache.write(plan.slots, (k, v))

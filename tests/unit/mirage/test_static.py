@@ -125,7 +125,7 @@ def test_int64_attention_inputs_are_refused(open_backend):
 
 
 def test_a_captured_plan_follows_its_batch(open_backend):
-    """Attention of a graph reads what ``update_plan`` put there, in the same memory."""
+    """Attention of a graph reads what lies in its batch's tensors when it is replayed."""
     backend = open_backend(static=True, **VIEW)
     runtime, attention = backend.device, attention_of(backend)
     cache = backend.storage.allocate(backend.storage.layout(KV, 128), 3)
@@ -142,14 +142,12 @@ def test_a_captured_plan_follows_its_batch(open_backend):
         table[0, 0] = 1
         lengths, positions = np.zeros(8, np.int32), np.zeros(8, np.int32)
         lengths[0], positions[0] = length, length - 1
-        step = batch(runtime, 8, 8, 4)
-        fields = {name: getattr(step, name) for name in step.__dataclass_fields__}
-        fields |= {
-            "lengths_dev": runtime.from_host(lengths),
-            "positions_dev": runtime.from_host(positions),
-            "block_table_dev": runtime.from_host(table),
-        }
-        attention.update_plan(plan, AttentionBatch(**fields))
+        for own, value in (
+            (start.lengths_dev, lengths),
+            (start.positions_dev, positions),
+            (start.block_table_dev, table),
+        ):
+            own.copy_(runtime.from_host(value))
         graph.replay()
         return runtime.to_host([out]).get()[0]
 

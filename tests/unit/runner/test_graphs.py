@@ -63,7 +63,7 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(checkpoint, kind: str) -> 
     assert done.graphs == len(runner.graphs.buckets) >= 1
     replayed = []
     inner = runner.graphs.run
-    runner.graphs.run = lambda rows, inputs: (replayed.append(rows), inner(rows, inputs))[1]
+    runner.graphs.run = lambda captured, views: (replayed.append(captured.shape.rows), inner(captured, views))[1]
     assert serve(runner, 2) == wanted
     assert len(replayed) > 20, "steady decode must have been replayed"
     runner.close()
@@ -76,7 +76,8 @@ def test_without_capture_every_step_is_eager(checkpoint) -> None:
 
 
 def test_buckets_fit_the_budget_and_reach_the_largest_batch() -> None:
-    assert graph_buckets(ShapePolicy(), GraphBudget(), 6) == (1, 2, 4, 6)
+    assert graph_buckets(ShapePolicy(), GraphBudget(), 11) == (1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
+    assert graph_buckets(ShapePolicy(), GraphBudget(), 0) == ()
     four = graph_buckets(ShapePolicy(), GraphBudget(max_graphs=4), 256)
     assert len(four) == 4 and four[0] == 1 and four[-1] == 256
     assert graph_buckets(ShapePolicy(), GraphBudget(max_graphs=1), 256) == (256,)

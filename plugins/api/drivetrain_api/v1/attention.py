@@ -109,13 +109,11 @@ class PagedAttention(Protocol):
 
 
 class GraphAttention(Protocol):
-    """Optional, beside ``PagedAttention``: plans for captured graphs."""
+    """Optional, beside ``PagedAttention``: plans inside captured graphs of steps of one token a row."""
 
     def plan_for_capture(self, batch: AttentionBatch) -> Any:
-        """Make a plan whose tensors keep their addresses, for batches up to this one's shape."""
-
-    def update_plan(self, plan: Any, batch: AttentionBatch) -> None:
-        """Refill a captured plan: no allocation, no wait; may use a stream of its own."""
+        """Make a plan while a graph is recorded: device work that is queued here is recorded and replayed too. All
+        tensors of the batch are the graph's own; its host values are the most that can come."""
 
 
 class LseAttention(Protocol):
