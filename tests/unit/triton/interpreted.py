@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import triton
@@ -42,10 +43,17 @@ def result(values: np.ndarray):
     return values if values.dtype == bool else narrow(values)
 
 
+@cache
+def interpret(function) -> interpreter.InterpretedFunction:
+    return interpreter.InterpretedFunction(function)
+
+
 def mend() -> None:
     """Patch the interpreter's builder, once."""
     if getattr(Builder, "_drivetrain_mended", False):
         return
+    # Triton's own library (sum, zeros, cdiv ...) was defined before, for the compiler: it runs interpreted too.
+    triton.JITFunction.__call__ = lambda function, *args, **named: interpret(function.fn)(*args, **named)
     binary, ternary, unary = Builder.binary_op, Builder.ternary_op, Builder.unary_op
     product, cast = Builder.create_dot, Builder.cast_impl
 

@@ -1,0 +1,135 @@
+"""Linears for few rows, and the same with a gated activation: host side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from drivetrain_triton.linear_kernels import row_products, tile_products
+from drivetrain_triton.linear_tiles import MAX_ROWS, MAX_TILES, PARTIAL_BYTES, Tiles, choose, chunks, fits
+from drivetrain_triton.target import Target
+
+__all__ = ["Tiles", "choose", "prepare", "product_call", "small_gated", "small_linear", "supports"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KINDS = ("silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Parts of split sums, and how many parts of each tile have arrived (zero between launches)."""
+
+    partials: torch.Tensor
+    arrivals: torch.Tensor
+
+
+SCRATCH: dict[torch.device, Scratch] = {}
+
+
+def prepare(device: torch.device) -> Scratch:
+    """Make the device's scratch (16 MiB). Call it before a graph is captured; launches on one device follow each
+    other, as on one stream."""
+    scratch = SCRATCH.get(device)
+    if scratch is None:
+        partials = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
+        scratch = Scratch(partials, torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
+        SCRATCH[device] = scratch
+    return scratch
+
+
+def supports(rows: int, weight: torch.Tensor, x_dtype: torch.dtype) -> bool:
+    """Whether these products are ours: few rows, a dense contiguous weight of the rows' dtype."""
+    return 0 < rows <= MAX_ROWS and weight.dtype == x_dtype and x_dtype in DTYPES and weight.is_contiguous()
+
+
+class Call(NamedTuple):
+    """One launch, not yet made: ``kernel[grid](*args, **options)``."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Operands(NamedTuple):
+    """x [M, K] with last axis contiguous, weight [N or 2 S, K], bias [N] or None; out [M, N or S]."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    kind: str = ""
+
+
+def product_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
+    """The launch of these operands with these tiles."""
+    x, weight, bias, out, kind = operands
+    rows, inputs = x.shape
+    panels, item = triton.cdiv(weight.shape[0], tiles.block_n), weight.element_size()
+    ahead = chunks(tiles, inputs, item, target.arch, target.overlaps)
+    sizes = (rows, out.shape[1], inputs, x.stride(0))
+    options = {"HAS_BIAS": bias is not None, "KIND": kind, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+    options |= {
+        "AHEAD": ahead,
+        "CHUNK": tiles.chunk,
+        "OVERLAPS": target.overlaps,
+        "num_warps": tiles.warps,
+        **target.options,
+    }
+    operand = weight if bias is None else bias
+    if tiles.way == "rows":
+        once = inputs <= tiles.block_k
+        options |= {
+            "AHEAD": 0 if once else ahead,
+            "ROWS": tiles.block_m,
+            "EVEN_K": inputs % tiles.block_k == 0,
+            "ONCE": once,
+        }
+        return Call(row_products, (panels,), (x, weight, operand, out, *sizes), options)
+    scratch = prepare(x.device) if tiles.split > 1 else None
+    buffers = (out, out) if scratch is None else (scratch.partials, scratch.arrivals)
+    options |= {"BLOCK_M": tiles.block_m, "SPLIT": tiles.split, "STAGES": tiles.stages}
+    options |= {"EVEN_K": inputs % tiles.block_k == 0, "WEIGHT_FIRST": tiles.weight_first}
+    grid = (panels, tiles.split, triton.cdiv(rows, tiles.block_m))
+    return Call(tile_products, grid, (x, weight, operand, out, *buffers, *sizes), options)
+
+
+def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Tensor:
+    """Multiply, with tiles by the table unless given."""
+    rows, inputs = operands.x.shape
+    if rows == 0:
+        return operands.out
+    outputs = operands.weight.shape[0]
+    if tiles is None:
+        tiles = choose(rows, outputs, inputs, target.arch, operands.weight.element_size())
+    if not fits(tiles, rows, outputs):
+        raise ValueError(f"{tiles} for {rows} rows of {outputs}: the parts do not fit the scratch")
+    call = product_call(operands, target, tiles)
+    call.kernel[call.grid](*call.args, **call.options)
+    return operands.out
+
+
+def small_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    target: Target,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]; summed in float32, rounded once."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+    return launch(Operands(x, weight, bias, out), target, tiles)
+
+
+def small_gated(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, target: Target, tiles: Tiles | None = None
+) -> torch.Tensor:
+    """act(x G^T) * (x U^T) for weight [2 S, K] = G over U: [M, S], rounded as by separate kernels."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no gated activation: one of {', '.join(KINDS)}")
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    return launch(Operands(x, weight, None, out, kind), target, tiles)

@@ -1,0 +1,167 @@
+"""Linears for few rows through the interpreter, against float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.unit.triton.interpreted import interpreted
+
+with interpreted():
+    from drivetrain_triton import linear, linear_tiles
+    from drivetrain_triton.linear_tiles import Tiles
+from drivetrain_triton.target import INTERPRETER
+
+RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+ROW = Tiles("rows", 1, 8, 64)
+DOT = Tiles("dot", 16, 16, 64, stages=3)
+VARIANTS = {
+    "rows, once": dataclasses.replace(ROW, block_k=256),
+    "rows": ROW,
+    "dot": DOT,
+    "dot, tokens first": dataclasses.replace(DOT, weight_first=False),
+    "dot, split in 3": dataclasses.replace(DOT, split=3),
+    "dot, split in 7": dataclasses.replace(DOT, split=7, block_n=32),
+}
+
+
+def normal(*shape, dtype, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def product(x, weight, bias=None):
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def check(got, want, dtype):
+    rtol = RTOL[dtype]
+    assert not got.isnan().any()
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=4 * rtol)
+
+
+def fitted(tiles, rows):
+    return dataclasses.replace(tiles, block_m=linear_tiles._power(rows)) if tiles.way == "rows" else tiles
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Outputs start as NaN: what is not written shows."""
+    empty = torch.empty
+
+    def filled(*shape, **named):
+        out = empty(*shape, **named)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(linear.torch, "empty", filled)
+
+
+@pytest.mark.parametrize("dtype", list(RTOL), ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 33, 64])
+def test_tiles_of_the_table_agree_with_float64(rows, dtype):
+    for outputs, inputs, biased in ((96, 128, False), (47, 61, True), (131, 264, True)):
+        x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+        bias = normal(outputs, dtype=dtype) if biased else None
+        got = linear.small_linear(x, weight, bias, dtype, INTERPRETER)
+        assert got.dtype == dtype and got.shape == (rows, outputs)
+        check(got, product(x, weight, bias), dtype)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_way_with_tails(name):
+    tiles, dtype = VARIANTS[name], torch.bfloat16
+    for rows in (1, 3) if tiles.way == "rows" else (1, 5, 33):
+        for outputs, inputs in ((40, 256), (35, 250)):
+            x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+            bias = normal(outputs, dtype=dtype)
+            got = linear.small_linear(x, weight, bias, torch.float32, INTERPRETER, fitted(tiles, rows))
+            assert got.dtype == torch.float32
+            check(got, product(x, weight, bias), torch.float32)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_gated(kind, name):
+    acts = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+    }
+    for dtype in (torch.bfloat16, torch.float32):
+        rows, size, inputs = 3, 21, 144
+        x, weight = normal(rows, inputs, dtype=dtype), normal(2 * size, inputs, dtype=dtype, scale=3 * inputs**-0.5)
+        got = linear.small_gated(x, weight, kind, INTERPRETER, fitted(VARIANTS[name], rows))
+        both = product(x, weight).to(dtype)
+        want = acts[kind](both[:, :size].float()).to(dtype).double() * both[:, size:].double()
+        assert got.dtype == dtype and got.shape == (rows, size)
+        check(got, want, dtype)
+
+
+def test_gated_by_the_table():
+    for rows in (1, 2, 8):
+        x, weight = normal(rows, 128, dtype=torch.bfloat16), normal(2 * 37, 128, dtype=torch.bfloat16, scale=0.1)
+        both = product(x, weight).to(torch.bfloat16)
+        act = torch.nn.functional.silu(both[:, :37].float()).to(torch.bfloat16)
+        check(linear.small_gated(x, weight, "silu", INTERPRETER), act.double() * both[:, 37:].double(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_row_does_not_see_the_others(name):
+    rows = 4 if VARIANTS[name].way == "rows" else 16
+    tiles = fitted(VARIANTS[name], rows)
+    weight = normal(24, 256, dtype=torch.bfloat16)
+    x = normal(rows, 256, dtype=torch.bfloat16)
+    whole = linear.small_linear(x, weight, None, torch.float32, INTERPRETER, tiles)
+    for row in (0, rows - 1):
+        others = normal(rows, 256, dtype=torch.bfloat16, seed=9)
+        others[row] = x[row]
+        got = linear.small_linear(others, weight, None, torch.float32, INTERPRETER, tiles)
+        assert torch.equal(got[row], whole[row])
+        alone = linear.small_linear(x[row : row + 1], weight, None, torch.float32, INTERPRETER, tiles)
+        if tiles.way == "rows":
+            assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_far_apart(name):
+    x = normal(3, 1000, dtype=torch.bfloat16)[:, 8:200]
+    weight = normal(20, 192, dtype=torch.bfloat16, scale=0.1)
+    got = linear.small_linear(x, weight, None, torch.float32, INTERPRETER, fitted(VARIANTS[name], 3))
+    check(got, product(x, weight), torch.float32)
+
+
+def test_counts_return_to_zero_and_no_rows_are_no_launch():
+    tiles = VARIANTS["dot, split in 3"]
+    x, weight = normal(20, 256, dtype=torch.bfloat16), normal(40, 256, dtype=torch.bfloat16)
+    first = linear.small_linear(x, weight, None, torch.float32, INTERPRETER, tiles)
+    assert not linear.prepare(x.device).arrivals.any()
+    assert torch.equal(first, linear.small_linear(x, weight, None, torch.float32, INTERPRETER, tiles))
+    assert linear.small_linear(x[:0], weight, None, torch.float32, INTERPRETER).shape == (0, 40)
+
+
+def test_what_does_not_fit_is_refused():
+    weight = torch.empty(32768, 16)
+    with pytest.raises(ValueError, match="scratch"):
+        tiles = Tiles("dot", 64, 64, 16, split=8)
+        linear.small_linear(torch.empty(64, 16), weight, None, torch.float32, INTERPRETER, tiles)
+    with pytest.raises(ValueError, match="no gated activation"):
+        linear.small_gated(torch.empty(1, 16), weight, "relu", INTERPRETER)
+
+
+def test_supports():
+    weight = torch.empty(8, 16, dtype=torch.bfloat16)
+    assert linear.supports(1, weight, torch.bfloat16) and linear.supports(64, weight, torch.bfloat16)
+    assert not linear.supports(0, weight, torch.bfloat16) and not linear.supports(65, weight, torch.bfloat16)
+    assert not linear.supports(1, weight, torch.float32) and not linear.supports(1, weight.T, torch.bfloat16)
+
+
+def test_the_table_always_fits():
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (1024, 3072)):
+        for rows in (1, 2, 3, 8, 17, 33, 64, 128, 256):
+            for size in (2, 4):
+                tiles = linear_tiles.choose(rows, outputs, inputs, 90, size)
+                assert linear_tiles.fits(tiles, rows, outputs)
+                assert tiles.way == "dot" or tiles.block_m >= rows
+                assert linear_tiles.chunks(tiles, inputs, size, 90, True) * tiles.chunk == tiles.ahead
+                assert linear_tiles.chunks(tiles, inputs, size, 80, True) == 0
