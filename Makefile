@@ -26,8 +26,8 @@ endif
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-WHEELS := plugins/api core backends/cpu plugins/mirage plugins/triton
-MEMBERS := plugins/api core[gguf] backends/cpu plugins/mirage plugins/triton
+WHEELS := plugins/api core backends/cpu backends/cuda plugins/mirage plugins/triton
+MEMBERS := plugins/api core[gguf] backends/cpu backends/cuda plugins/mirage plugins/triton
 # A waiting OpenMP thread that spins takes the core that another test needs.
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -28,6 +28,7 @@ WHEELS = {
     "drivetrain": ("core", "drivetrain"),
     "drivetrain-api": ("plugins/api", "drivetrain_api"),
     "drivetrain-cpu": ("backends/cpu", "drivetrain_cpu"),
+    "drivetrain-cuda": ("backends/cuda", "drivetrain_cuda"),
     "drivetrain-mirage": ("plugins/mirage", "drivetrain_mirage"),
     "drivetrain-triton": ("plugins/triton", "drivetrain_triton"),
 }
@@ -162,6 +163,7 @@ def test_the_version_is_stated_once(built, name):
 def test_dependencies_point_one_way(built):
     needs = {name: {r.name for r in wheel.requires} for name, wheel in built.items()}
     assert needs["drivetrain-api"] == {"pluggy"}
+    assert needs["drivetrain-cuda"] == {"drivetrain-api", "drivetrain-triton", "torch", "numpy"}
     assert needs["drivetrain-triton"] == {"drivetrain-api", "torch"}
     assert needs["drivetrain-cpu"] == needs["drivetrain-mirage"] == {"drivetrain-api", "torch", "numpy"}
     assert needs["drivetrain"] & set(WHEELS) == {"drivetrain-api"}
@@ -174,7 +176,7 @@ def test_every_module_imports_by_what_its_wheel_declares(built, complete):
     modules = [module for wheel in built.values() for module in wheel.modules]
     failures = complete.imports(modules)
     # The optional reader may ask for its extra; kernels for the compiler that torch's builds for a device bring.
-    missing = {"gguf": "gguf", "drivetrain_triton": "triton"}
+    missing = {"gguf": "gguf", "drivetrain_triton": "triton", "drivetrain_cuda": "triton"}
     unexpected = {
         n: w for n, w in failures.items() if not any(p in n and f"named '{m}'" in w for p, m in missing.items())
     }

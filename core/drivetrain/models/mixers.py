@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import torch
 
-from drivetrain.models.norms import bind_head_norm
+from drivetrain.models.norms import bind_head_norm, rms_spec
 from drivetrain.models.parameters import PartContext
 from drivetrain.models.registry import Registry
 from drivetrain.models.spec import AttentionMixer
 from drivetrain.models.step import StepView
-from drivetrain_api.v1 import AttentionSpec, CachePart, CacheSpec, PagedAttention, RopeSpec
+from drivetrain_api.v1 import AttentionSpec, CacheHandle, CachePart, CacheSpec, OpSpec, PagedAttention, RopeSpec
 
 
 class Mixer(Protocol):
@@ -47,15 +47,24 @@ class Attention:
         self._spec = spec
         self._heads = (spec.num_heads, spec.num_kv_heads)
         self._widths = (sum(self._heads) * spec.head_dim, spec.num_kv_heads * spec.v_head_dim)
-        self._qkv = context.projection(("q", "k", "v"), "qkv")
+        self._qkv, _ = context.projection(("q", "k", "v"), "qkv")
         heads = {"q_norm.weight": spec.num_heads, "k_norm.weight": spec.num_kv_heads}
         self._head_norm = bind_head_norm(spec.head_norm, heads, spec.head_dim, context)
         self._sinks = context.weight("sinks") if spec.sinks else None
-        self._out = context.projection(("out",), "attention_out")
+        self._out, _ = context.projection(("out",), "attention_out")
         self._rope = -1 if spec.rope is None else spec.rope
-        self._rotate = None if spec.rope is None else ops.bind(self._rope_spec(context, spec.rope))
         self.planner: PagedAttention = ops.bind(self._attention_spec(context))
+        even = spec.rope is not None and spec.v_head_dim == spec.head_dim
+        self._enter = ops.fuse(*self._entry(context, self._rope)) if even else None
+        alone = spec.rope is not None and self._enter is None
+        self._rotate = ops.bind(self._rope_spec(context, self._rope)) if alone else None
         self._layer, self._group = 0, 0
+
+    def _entry(self, context: PartContext, rope: int) -> tuple[OpSpec, ...]:
+        """The ops between the q/k/v product and attention, which a backend may do as one."""
+        norm = self._spec.head_norm
+        specs = (self._rope_spec(context, rope), self._attention_spec(context))
+        return specs if norm is None else (rms_spec(norm, self._spec.head_dim, context), *specs)
 
     def _rope_spec(self, context: PartContext, rope: int) -> RopeSpec:
         table = context.spec.ropes[rope]
@@ -86,18 +95,28 @@ class Attention:
         self._layer, self._group = layer, group
 
     def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
-        qk, v = self._split(self._qkv(x))
+        cache, plan = step.caches[self._layer], step.plans[self._group]
+        assert cache is not None
+        q = self._enter_cache(self._qkv(x), step, cache, plan)
+        sinks = None if self._sinks is None else self._sinks.value
+        return self._out(self.planner.forward(q, cache, plan, sinks).flatten(1))
+
+    def _enter_cache(self, qkv: torch.Tensor, step: StepView, cache: CacheHandle, plan: Any) -> torch.Tensor:
+        """Norm and rotate the heads and store keys and values; returns q [T, H, D]."""
+        if self._enter is not None:
+            weight = None if self._head_norm is None else self._head_norm.weight.value
+            heads = qkv.view(qkv.shape[0], -1, self._spec.head_dim)
+            entered: torch.Tensor = self._enter(heads, weight, *step.angles[self._rope], cache, plan)
+            return entered
+        qk, v = self._split(qkv)
         if self._head_norm is not None:
             qk = self._head_norm(qk)
         if self._rotate is not None:
             cos, sin = step.angles[self._rope]
             qk = self._rotate(qk, cos, sin)
         q, k = qk.split_with_sizes(self._heads, 1)
-        cache, plan = step.caches[self._layer], step.plans[self._group]
-        assert cache is not None
         self.planner.write(cache, k, v, plan)
-        sinks = None if self._sinks is None else self._sinks.value
-        return self._out(self.planner.forward(q, cache, plan, sinks).flatten(1))
+        return q
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, q + k + v] -> views of q and k together [T, H + K, D], and of v [T, K, Dv]."""

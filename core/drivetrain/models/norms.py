@@ -79,13 +79,18 @@ def _norm(norm: RmsNorm, size: int, context: PartContext, name: str) -> Norm:
     return Norm(_rms(norm, size, context), context.weight(name))
 
 
-def _rms(norm: RmsNorm, size: int, context: PartContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    spec = RmsNormSpec(
+def rms_spec(norm: RmsNorm, size: int, context: PartContext) -> RmsNormSpec:
+    """Return the op that a norm of that size is."""
+    return RmsNormSpec(
         dtype=context.spec.activation_dtype,
         size=size,
         eps=norm.eps,
         offset=norm.offset,
         round_before_weight=norm.round_before_weight,
     )
+
+
+def _rms(norm: RmsNorm, size: int, context: PartContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    spec = rms_spec(norm, size, context)
     bound: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = context.ops.bind(spec)
     return bound

@@ -17,7 +17,7 @@ import torch
 from drivetrain.models.spec import ModelSpec, Shape
 from drivetrain.ops import Ops
 from drivetrain.ops.provided import pack, packed_bytes
-from drivetrain_api.v1 import DeviceRuntime, Linear, LinearSpec, Packed, dtype_bytes, torch_dtype
+from drivetrain_api.v1 import DeviceRuntime, Linear, LinearSpec, OpSpec, Packed, dtype_bytes, torch_dtype
 from drivetrain_api.v1.linear import LinearRole
 
 Sources = tuple[tuple[str, ...], ...]
@@ -152,8 +152,11 @@ class PartContext:
         self.holders.append(weight)
         return weight
 
-    def projection(self, names: Sequence[str], role: LinearRole) -> Projection:
-        """Hold the linears of those names as one, outputs joined in that order. All have a bias, or none has."""
+    def projection(self, names: Sequence[str], role: LinearRole, then: OpSpec | None = None) -> tuple[Projection, bool]:
+        """Hold the linears of those names as one, outputs joined in that order. All have a bias, or none has.
+
+        ``then``: the op that follows at once; the second value says whether the projection does it too.
+        """
         biased = {f"{name}.bias" in self.shapes for name in names}
         if len(biased) != 1:
             raise ValueError(f"{self.path}: of {', '.join(names)} only some have a bias; they can't be joined")
@@ -168,6 +171,7 @@ class PartContext:
             activations=self.spec.activations,
         )
         sources = tuple(tuple(f"{self.path}.{name}.{kind}" for name in names) for kind in kinds)
-        projection = Projection(spec, self.ops.bind(spec), sources)
+        fused = None if then is None else self.ops.fuse(spec, then)
+        projection = Projection(spec, self.ops.bind(spec) if fused is None else fused, sources)
         self.holders.append(projection)
-        return projection
+        return projection, fused is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.errors import DeviceError, DrivetrainError
-from drivetrain.ops.provided import FIX, ask, brief, raised, wheel_of
+from drivetrain.ops.provided import FIX, ask, ask_fused, brief, raised, wheel_of
 from drivetrain.ops.reference import REFERENCE, ReferenceOp
 from drivetrain.ops.report import OpChoice, Provider, provider_of
 from drivetrain.ops.watch import Watched
@@ -40,6 +40,7 @@ class Ops:
         self._strict = strict
         self._deterministic = deterministic
         self._bound: dict[OpSpec, _Bound] = {}
+        self._fused: dict[tuple[OpSpec, ...], _Bound | None] = {}
         self.failures: list[DeviceError] = []
 
     def bind(self, spec: OpSpec) -> Any:
@@ -52,6 +53,22 @@ class Ops:
         if bound is None:
             bound = self._choose(spec)
             self._bound[spec] = bound
+        bound.count += 1
+        return bound.implementation
+
+    def fuse(self, *specs: OpSpec) -> Any | None:
+        """Return one implementation of a run of specs, None where the backend has none: bind each by itself then.
+
+        DeviceError as ``bind`` says. Under ``deterministic`` only a batch-invariant one is taken.
+        """
+        bound = self._fused.get(specs)
+        if specs not in self._fused:
+            answer = ask_fused(self.backend, specs)
+            if answer is not None and not (self._deterministic and not answer.traits.batch_invariant):
+                bound = _Bound(answer.implementation, provider_of(answer), answer.label, "", answer.traits)
+            self._fused[specs] = bound
+        if bound is None:
+            return None
         bound.count += 1
         return bound.implementation
 
@@ -89,10 +106,11 @@ class Ops:
 
     @property
     def report(self) -> tuple[OpChoice, ...]:
-        """One entry a bound spec, in order of first binding."""
+        """One entry a bound spec, in order of first binding; then one a fused run, under its last spec."""
+        fused = [(" + ".join(s.op for s in specs), specs[-1], b) for specs, b in self._fused.items() if b is not None]
         return tuple(
             OpChoice(
-                op=spec.op,
+                op=op,
                 spec=spec,
                 provider=b.provider,
                 label=b.label,
@@ -100,7 +118,7 @@ class Ops:
                 traits=b.traits,
                 count=b.count,
             )
-            for spec, b in self._bound.items()
+            for op, spec, b in [*((spec.op, spec, b) for spec, b in self._bound.items()), *fused]
         )
 
     def _choose(self, spec: OpSpec) -> _Bound:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
 from drivetrain.errors import DeviceError, DrivetrainError
-from drivetrain_api.v1 import AttentionSpec, AttentionTraits, Decline, LinearSpec, OpSpec, OpTraits, Packed, Provided
+from drivetrain_api.v1 import (
+    AttentionSpec,
+    AttentionTraits,
+    Decline,
+    Fused,
+    LinearSpec,
+    OpSpec,
+    OpTraits,
+    Packed,
+    Provided,
+)
 from drivetrain_api.v1.hooks import ENTRY_POINT_GROUP
 
 ATTENTION = ("plan", "write", "forward")
@@ -49,6 +60,29 @@ def _problem(spec: OpSpec, answer: Provided) -> str:
                 return f"{what}, expected one with AttentionTraits: it has {brief(getattr(made, 'traits', None))}"
             return ""
     return "" if callable(made) else f"{what}, expected a callable"
+
+
+def ask_fused(backend: Any, specs: Sequence[OpSpec]) -> Provided | None:
+    """Return the backend's one implementation of a whole run of specs, or None. DeviceError naming wheel and ops when
+    it raises or gives what can't be bound."""
+    wheel, ops = wheel_of(backend), " + ".join(spec.op for spec in specs)
+    try:
+        answer = backend.fuse(specs)
+    except DrivetrainError:
+        raise
+    except Exception as error:
+        raise DeviceError(f"{wheel}: fuse({ops}) raised {raised(error)}; asked for {specs}", fix=FIX) from error
+    if answer is None:
+        return None
+    if not isinstance(answer, Fused) or not isinstance(answer.provided, Provided):
+        came = f"fuse({ops}) returned {brief(answer)}, expected Fused or None"
+        raise DeviceError(f"{wheel}: {came}; asked for {specs}", fix=FIX)
+    if answer.count != len(specs):
+        return None
+    kind = specs[0] if isinstance(specs[0], LinearSpec) else OpSpec(dtype=specs[0].dtype)
+    if problem := _problem(kind, answer.provided):
+        raise DeviceError(f"{wheel}: fuse({ops}) {problem}; asked for {specs}", fix=FIX)
+    return answer.provided
 
 
 def packed_bytes(linear: Any, spec: LinearSpec) -> int:

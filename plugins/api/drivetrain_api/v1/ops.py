@@ -56,7 +56,15 @@ class Decline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """A claim on a run of consecutive specs: ``count`` of them, from the first, done by one implementation."""
+    """A claim on a run of consecutive specs: ``count`` of them, from the first, done by one implementation.
+
+    The core asks for these runs, and takes only a claim on all of one:
+
+    - (LinearSpec, GatedActivationSpec): a ``Linear`` whose ``apply`` gives the activated [T, size].
+    - (RopeSpec, AttentionSpec), with an RmsNormSpec before them where heads are normed:
+      ``fn(x [T, H + 2 K, D], weight [H + K, D] or None, cos, sin, cache, plan) -> q [T, H, D]``; x holds query, key and
+      value heads; query and key heads are normed and rotated, keys and values stored at the plan's slots.
+    """
 
     count: int
     provided: Provided

@@ -145,9 +145,10 @@ class _SynchronousRuntime:
         trim_host_heap()
 
     def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        import numpy as np
+        import torch
 
-        return np.zeros(tuple(shape), dtype)
+        buffer: np.ndarray = torch.zeros(tuple(shape), dtype=getattr(torch, dtype), pin_memory=self._pins).numpy()
+        return buffer
 
     def classify_error(self, error: BaseException) -> ErrorClass:
         return classify_torch_error(error)
@@ -207,6 +208,17 @@ class _DeviceStream:
             event.wait()
 
 
+def _pins_memory() -> bool:
+    """Return whether this torch makes page-locked memory, without which copies to and from the host wait."""
+    import torch
+
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 class _AsynchronousRuntime:
     """A torch device module with streams and events. Page-locked host memory where torch offers it."""
 
@@ -214,6 +226,7 @@ class _AsynchronousRuntime:
 
     def __init__(self, device: torch.device, module: Any, during: Context) -> None:
         self._tensors, self._module, self._during = _Tensors(device), module, during
+        self._pins = _pins_memory()
         self.device = device
         self.empty = self._tensors.empty
         self.zeros = self._tensors.zeros
@@ -231,9 +244,14 @@ class _AsynchronousRuntime:
             yield
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        import torch
+
         self._tensors.to_host_count += 1
-        copies = tuple(t.detach().to("cpu", non_blocking=True) for t in tensors)
-        return _DeviceCopy(self, copies, self._module.current_stream(self.device).record_event())
+        copies = []
+        for tensor in tensors:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)
+            copies.append(copy.copy_(tensor.detach(), non_blocking=True))
+        return _DeviceCopy(self, tuple(copies), self._module.current_stream(self.device).record_event())
 
     def stream(self) -> Stream:
         return _DeviceStream(self, self._module.current_stream(self.device))

@@ -1,0 +1,72 @@
+"""The backend itself: composed from the contract's torch helpers, the shared kernels and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from drivetrain_api.v1 import (
+    Backend,
+    Capabilities,
+    ComposedBackend,
+    ConfigView,
+    PlanSummary,
+    Problem,
+    torch_runtime,
+    torch_storage,
+)
+from drivetrain_triton.target import Target
+
+from .graphs import CudaGraphs
+from .memory import CudaMemory
+from .ops import DTYPES, Providers
+
+BLOCK_TOKENS = (16, 32, 64, 128)
+SLOTS = "int32"
+
+
+def open_backend(index: int, view: ConfigView) -> Backend:
+    """Open one card. RuntimeError when this torch was built without CUDA or can't use the card."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"built for CUDA {built}, which the driver here does not run" if built else "built without CUDA"
+        raise RuntimeError(f"torch {torch.__version__} is {why}; install a CUDA build that fits the driver")
+    torch.cuda.set_device(index)
+    runtime = torch_runtime("cuda", index)
+    target = target_of(runtime.device, overlap=view.options.get("overlap") != "off")
+    providers = Providers(target=target)
+    return ComposedBackend(
+        capabilities=Capabilities(model_dtypes=DTYPES, cache_dtypes=DTYPES, default_depth=2),
+        device=runtime,
+        storage=torch_storage(runtime, BLOCK_TOKENS, SLOTS),
+        memory=CudaMemory(runtime),
+        graphs=None if view.options.get("graphs") == "off" else CudaGraphs(runtime.device),
+        provide=providers.provide,
+        fuse=providers.fuse,
+        validate=validate,
+        close=torch.cuda.empty_cache,
+    )
+
+
+def target_of(device: torch.device, *, overlap: bool) -> Target:
+    """Describe a card to the kernels."""
+    facts = torch.cuda.get_device_properties(device)
+    arch = facts.major * 10 + facts.minor
+    return Target(
+        kind="cuda",
+        arch=arch,
+        multiprocessors=facts.multi_processor_count,
+        shared_bytes=facts.shared_memory_per_block_optin,
+        overlaps=overlap and arch >= 90,
+    )
+
+
+def validate(plan: PlanSummary) -> Sequence[Problem]:
+    """Name what can't run."""
+    problems = []
+    if plan.dtype not in DTYPES:
+        problems.append(Problem(setting="dtype", reason=f"no {plan.dtype} on this device", proposed=DTYPES[0]))
+    if plan.tensor_parallel > 1:
+        problems.append(Problem(setting="tensor_parallel_size", reason="one card a process so far", proposed="1"))
+    return problems

@@ -1,0 +1,85 @@
+"""The CUDA driver's own list of devices, through its C interface: no torch, no context, nothing left behind."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
+MAJOR, MINOR = 75, 76  # CUdevice_attribute: compute capability
+NO_DEVICE = 100
+
+
+class DriverError(RuntimeError):
+    """Why the driver gives no devices, and what to do about it."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.reason, self.fix = reason, fix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One device, in the driver's order (which CUDA_VISIBLE_DEVICES changes)."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+def cards() -> list[Card]:
+    """Return every device that the driver shows this process. DriverError when it can't say."""
+    driver = _load()
+    _check(driver, "cuInit", driver.cuInit(0))
+    count = ctypes.c_int()
+    _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
+    return [_card(driver, index) for index in range(count.value)]
+
+
+def _load() -> ctypes.CDLL:
+    for name in LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise DriverError("there is no CUDA driver (libcuda.so.1 is not found)", "install NVIDIA's driver")
+
+
+def _card(driver: ctypes.CDLL, index: int) -> Card:
+    device = ctypes.c_int()
+    _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+    name = ctypes.create_string_buffer(256)
+    _check(driver, "cuDeviceGetName", driver.cuDeviceGetName(name, len(name), device))
+    memory = ctypes.c_size_t()
+    _check(driver, "cuDeviceTotalMem", driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device))
+    uuid = (ctypes.c_ubyte * 16)()
+    _check(driver, "cuDeviceGetUuid", driver.cuDeviceGetUuid(ctypes.byref(uuid), device))
+    return Card(
+        index=index,
+        name=name.value.decode(errors="replace"),
+        uuid="GPU-" + _dashed(bytes(uuid).hex()),
+        memory_bytes=memory.value,
+        capability=(_attribute(driver, MAJOR, device), _attribute(driver, MINOR, device)),
+    )
+
+
+def _attribute(driver: ctypes.CDLL, number: int, device: ctypes.c_int) -> int:
+    value = ctypes.c_int()
+    _check(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(ctypes.byref(value), number, device))
+    return value.value
+
+
+def _dashed(digits: str) -> str:
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _check(driver: ctypes.CDLL, call: str, code: int) -> None:
+    if code == 0:
+        return
+    text = ctypes.c_char_p()
+    driver.cuGetErrorString(code, ctypes.byref(text))
+    said = text.value.decode(errors="replace") if text.value else "no description"
+    fix = "check CUDA_VISIBLE_DEVICES" if code == NO_DEVICE else "check the driver with nvidia-smi"
+    raise DriverError(f"{call} says {said} (error {code})", fix)

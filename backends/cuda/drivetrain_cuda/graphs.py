@@ -1,0 +1,48 @@
+"""CUDA graphs. All share one memory pool: only one of them runs at a time, and what a recorded callable returned stays
+allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from drivetrain_api.v1 import Graph, GraphBudget
+
+
+class CudaGraph:
+    """One recorded run."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self.replay = graph.replay
+
+    def release(self) -> None:
+        """Free it."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+            self.replay = _released
+
+
+def _released() -> None:
+    raise RuntimeError("a released graph was replayed")
+
+
+class CudaGraphs:
+    """``Graphs`` of one device."""
+
+    budget = GraphBudget()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device=device)
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Record on a stream of its own; other threads may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = run()
+        return CudaGraph(graph), result

@@ -1,0 +1,49 @@
+"""Memory in use as the card reports it: torch's allocator sees neither the context nor loaded code nor graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from drivetrain_api.v1 import Baseline, DeviceRuntime, MemoryUse
+
+GRAPH_BYTES = 6 << 20  # of one captured step: its nodes and their arguments
+CODE_BYTES = 192 << 20  # kernels, cuBLAS and its workspace, loaded with the first steps
+
+
+class CudaMemory:
+    """``MemoryProfiler`` over the card's own figures."""
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+
+    def baseline(self) -> Baseline:
+        """The context of this process is what the card has in use now; another process's share can't be told from it
+        and is counted with it."""
+        torch.cuda.synchronize(self._runtime.device)
+        free, total = torch.cuda.mem_get_info(self._runtime.device)
+        held = torch.cuda.memory_reserved(self._runtime.device)
+        return Baseline(context=total - free - held + CODE_BYTES, others=0, total=total)
+
+    def measure(self, run: Callable[[], Any]) -> MemoryUse:
+        """Run to the end and measure."""
+        runtime = self._runtime
+        runtime.synchronize()
+        runtime.trim()
+        runtime.reset_peak()
+        before = runtime.memory()
+        run()
+        runtime.synchronize()
+        after = runtime.memory()
+        taken = (before.free - after.free) - (after.allocated - before.allocated)
+        return MemoryUse(
+            persistent=max(0, after.allocated - before.allocated),
+            peak=max(0, after.peak - before.allocated),
+            outside=max(0, taken),
+        )
+
+    def graph_estimate(self, num_graphs: int, largest_tokens: int) -> Mapping[str, int]:
+        """Two graphs a bucket."""
+        return {"bytes": num_graphs * GRAPH_BYTES}

@@ -1,0 +1,93 @@
+"""The four hooks. Nothing here imports torch before ``create``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from drivetrain_api.v1 import (
+    Backend,
+    BackendInfo,
+    ConfigView,
+    DeviceRecord,
+    OptionSpec,
+    Unavailable,
+    hookimpl,
+)
+
+from . import __version__
+from .driver import DriverError, cards
+
+OLDEST = (8, 0)  # bfloat16 products and asynchronous copies, which every kernel relies on
+OPTIONS = (
+    OptionSpec(
+        key="graphs",
+        kind="str",
+        help="capture decode steps in CUDA graphs",
+        default="on",
+        choices=("on", "off"),
+    ),
+    OptionSpec(
+        key="overlap",
+        kind="str",
+        help="let a kernel begin while the one ahead ends (compute capability 9.0 and later)",
+        default="on",
+        choices=("on", "off"),
+    ),
+)
+
+
+class CudaPlugin:
+    """This wheel's entry point."""
+
+    @hookimpl
+    def backend_info(self) -> BackendInfo:
+        """Say who this is."""
+        return BackendInfo(
+            name="cuda",
+            vendor="Drivetrain",
+            wheel=f"drivetrain-cuda {__version__}",
+            api=">=0.1,<0.2",
+            torch_device_type="cuda",
+            options=OPTIONS,
+            proof="compiled",
+        )
+
+    @hookimpl
+    def environment(self, devices: Sequence[int], view: ConfigView) -> Mapping[str, str]:
+        """Nothing has to be set before torch loads."""
+        return {}
+
+    @hookimpl
+    def probe(self) -> Sequence[DeviceRecord] | Unavailable:
+        """Ask the driver."""
+        try:
+            found = cards()
+        except DriverError as error:
+            return Unavailable(reason=error.reason, fix=error.fix)
+        able = [card for card in found if card.capability >= OLDEST]
+        if not able:
+            names = ", ".join(f"{c.name} ({c.capability[0]}.{c.capability[1]})" for c in found) or "none"
+            return Unavailable(
+                reason=f"no device of compute capability 8.0 or later: {names}",
+                fix="use a card from Ampere on, or check CUDA_VISIBLE_DEVICES",
+            )
+        return tuple(
+            DeviceRecord(
+                index=card.index,
+                name=card.name,
+                uuid=card.uuid,
+                memory_bytes=card.memory_bytes,
+                architecture=f"sm_{card.capability[0]}{card.capability[1]}",
+            )
+            for card in able
+        )
+
+    @hookimpl
+    def create(self, devices: Sequence[int], view: ConfigView) -> Backend:
+        """Open the first device."""
+        from .backend import open_backend
+
+        return open_backend(devices[0] if devices else 0, view)
+
+
+plugin = CudaPlugin()
