@@ -1,0 +1,235 @@
+"""Paged attention on Triton: plans on the host, kernels for decode rows and for the others, and the provider."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drivetrain_api.v1 import AttentionBatch, AttentionSpec, AttentionTraits, CacheHandle, Decline, OpTraits, Provided
+
+from .attention_choice import Tiles, decode_tiles, padded, power_of_two, prefill_tiles, refusal, splits_of
+from .attention_decode import decode_kernel, merge_kernel
+from .attention_prefill import prefill_kernel
+from .attention_write import write_kernel
+from .target import Target
+
+MERGED_AT_ONCE = 16  # a merge of few shares need not hold room for all 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """Consecutive rows that one kernel serves: ``tokens`` query tokens from ``base`` on.
+
+    ``partial`` [tokens, heads, splits, DV] and ``lse`` [tokens, heads, splits], float32, where ``splits`` > 1; all
+    layers of the group use them, one after another.
+    """
+
+    rows: int
+    base: int
+    tokens: int
+    tiles: Tiles
+    splits: int
+    query_start: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    partial: torch.Tensor | None
+    lse: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """One step of one group. Tensors are the batch's own, read when kernels run."""
+
+    tokens: int
+    slots: torch.Tensor
+    decode: Part | None
+    prefill: Part | None
+
+
+class TritonAttention:
+    """attention.paged/1 over strided caches. See ``AttentionSpec`` for the formula.
+
+    Decode rows: one program a KV head, row and share of the row's keys, with shares put together by a second kernel
+    where there are several. Other rows: query tokens and grouped heads as the rows of matrix products.
+    """
+
+    traits = AttentionTraits(lengths="device", row_order="decode_first", graph="one_token")
+
+    def __init__(self, spec: AttentionSpec, target: Target) -> None:
+        self.spec, self.target = spec, target
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._decode_tiles = decode_tiles(spec, target)
+        self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
+        self._sizes: dict[str, Any] = {
+            "D": spec.head_dim,
+            "DV": spec.v_head_dim,
+            "D_PAD": padded(spec.head_dim),
+            "DV_PAD": padded(spec.v_head_dim),
+            "BLOCK_TOKENS": spec.layout.block_tokens,
+            "OVERLAPS": target.overlaps,
+        }
+        self._rules: dict[str, Any] = {
+            "HEADS": spec.num_heads,
+            "GROUP": self._group,
+            "WINDOW": spec.window or 0,
+            "SOFT_CAPPED": spec.soft_cap is not None,
+        }
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """Choose kernels and shares from host values; starts no work on the device."""
+        starts = batch.query_start_host
+        first = batch.num_decode_rows if len(starts) > batch.num_decode_rows else len(starts) - 1
+        base, tokens = int(starts[first]), int(starts[-1])
+        return Plan(
+            tokens=tokens,
+            slots=batch.slots_dev,
+            decode=self._decode_part(batch, base) if base else None,
+            prefill=self._prefill_part(batch, first, base, tokens - base) if tokens > base else None,
+        )
+
+    def plan_for_capture(self, batch: AttentionBatch) -> Plan:
+        """As ``plan``: it holds the graph's own tensors, and its host bounds hold for every replay."""
+        return self.plan(batch)
+
+    def update_plan(self, plan: Plan, batch: AttentionBatch) -> None:
+        """Nothing to refill: kernels read lengths and tables where the batch keeps them."""
+
+    def write(self, cache: CacheHandle, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, v_head_dim], innermost contiguous."""
+        if not plan.tokens:
+            return
+        keys, values = cache.parts  # type: ignore[attr-defined]
+        k, v = inner_contiguous(k), inner_contiguous(v)
+        write_kernel[(plan.tokens,)](
+            k, v, keys, values, plan.slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0),
+            values.stride(0), KV_HEADS=self.spec.num_kv_heads, KV_PAD=power_of_two(self.spec.num_kv_heads),
+            **cache_strides(keys, values), **self._sizes, num_warps=4, **self.target.options,
+        )  # fmt: skip
+
+    def forward(
+        self, q: torch.Tensor, cache: CacheHandle, plan: Plan, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads, v_head_dim]."""
+        spec = self.spec
+        if q.stride(2) != 1 or q.stride(1) != spec.head_dim:
+            q = q.contiguous()
+        out = q.new_empty((q.shape[0], spec.num_heads, spec.v_head_dim))
+        if plan.decode is not None:
+            self._decode(plan.decode, out, q, cache, sinks)
+        if plan.prefill is not None:
+            self._prefill(plan.prefill, out, q, cache, sinks)
+        return out
+
+    def _decode_part(self, batch: AttentionBatch, rows: int) -> Part:
+        """About four programs a multiprocessor. Rows beyond the tokens are padded ones without a token."""
+        tiles = self._decode_tiles
+        splits = splits_of(rows * self.spec.num_kv_heads, 4 * self.target.multiprocessors, self._most(batch, tiles, 1))
+        return self._part(batch, 0, rows, 0, rows, tiles, splits)
+
+    def _prefill_part(self, batch: AttentionBatch, first: int, base: int, tokens: int) -> Part:
+        """One program a multiprocessor fills it; shares only where a few short rows meet many keys."""
+        rows = len(batch.query_start_host) - 1 - first
+        tiles = prefill_tiles(self.spec, self.target, batch.max_query_len)
+        programs = self._query_tiles(tokens, rows, tiles) * self.spec.num_kv_heads
+        # Shares of fewer than four tiles would cost more than they give.
+        most = self._most(batch, tiles, batch.max_query_len) // 4
+        splits = splits_of(programs, 2 * self.target.multiprocessors, most)
+        return self._part(batch, first, rows, base, tokens, tiles, splits)
+
+    def _most(self, batch: AttentionBatch, tiles: Tiles, queries: int) -> int:
+        """Bound the tiles of keys of any row."""
+        keys = batch.max_length_bound
+        if self.spec.window is not None:
+            keys = min(keys, self.spec.window + queries + tiles.block_n)
+        return -(-keys // tiles.block_n)
+
+    def _query_tiles(self, tokens: int, rows: int, tiles: Tiles) -> int:
+        return tokens // (tiles.block_m // self._group) + rows
+
+    def _part(
+        self, batch: AttentionBatch, first: int, rows: int, base: int, tokens: int, tiles: Tiles, splits: int
+    ) -> Part:
+        partial = lse = None
+        if splits > 1:
+            shape, device = (tokens, self.spec.num_heads, splits), batch.lengths_dev.device
+            partial = torch.empty((*shape, self.spec.v_head_dim), dtype=torch.float32, device=device)
+            lse = torch.empty(shape, dtype=torch.float32, device=device)
+        return Part(
+            rows=rows,
+            base=base,
+            tokens=tokens,
+            tiles=tiles,
+            splits=splits,
+            query_start=batch.query_start_dev[first:] if first else batch.query_start_dev,
+            lengths=batch.lengths_dev[first:] if first else batch.lengths_dev,
+            tables=batch.block_table_dev[first:] if first else batch.block_table_dev,
+            partial=partial,
+            lse=lse,
+        )
+
+    def _decode(
+        self, part: Part, out: torch.Tensor, q: torch.Tensor, cache: CacheHandle, sinks: torch.Tensor | None
+    ) -> None:
+        keys, values = cache.parts  # type: ignore[attr-defined]
+        tiles, direct = part.tiles, part.splits == 1
+        decode_kernel[(self.spec.num_kv_heads, part.rows, part.splits)](
+            out, out if direct else part.partial, out if direct else part.lse, q, keys, values, part.lengths,
+            part.tables, q if sinks is None else sinks, part.tables.stride(0), q.stride(0), keys.stride(0),
+            values.stride(0), self.spec.scale, self._cap, SINKS=sinks is not None, DIRECT=direct,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, **cache_strides(keys, values), **self._rules, **self._sizes,
+            num_warps=tiles.warps, num_stages=tiles.stages, **self.target.options,
+        )  # fmt: skip
+        if not direct:
+            self._merge(part, out, sinks)
+
+    def _prefill(
+        self, part: Part, out: torch.Tensor, q: torch.Tensor, cache: CacheHandle, sinks: torch.Tensor | None
+    ) -> None:
+        keys, values = cache.parts  # type: ignore[attr-defined]
+        tiles, direct = part.tiles, part.splits == 1
+        count = self._query_tiles(part.tokens, part.rows, tiles)
+        prefill_kernel[(count, self.spec.num_kv_heads, part.splits)](
+            out, out if direct else part.partial, out if direct else part.lse, q, keys, values, part.query_start,
+            part.lengths, part.tables, q if sinks is None else sinks, part.rows, part.base, count,
+            part.tables.stride(0), q.stride(0), keys.stride(0), values.stride(0), self.spec.scale, self._cap,
+            CAUSAL=self.spec.causal, SINKS=sinks is not None, DIRECT=direct, BLOCK_M=tiles.block_m,
+            BLOCK_Q=tiles.block_m // self._group, BLOCK_N=tiles.block_n, **cache_strides(keys, values),
+            **self._rules, **self._sizes, num_warps=tiles.warps, num_stages=tiles.stages, **self.target.options,
+        )  # fmt: skip
+        if not direct:
+            self._merge(part, out[part.base :], sinks)
+
+    def _merge(self, part: Part, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        merge_kernel[(part.tokens, self.spec.num_heads)](
+            out, part.partial, part.lse, out if sinks is None else sinks, part.splits, HEADS=self.spec.num_heads,
+            DV=self.spec.v_head_dim, DV_PAD=self._sizes["DV_PAD"], SINKS=sinks is not None,
+            SPLITS_PAD=max(MERGED_AT_ONCE, power_of_two(part.splits)), OVERLAPS=self.target.overlaps, num_warps=4,
+            **self.target.options,
+        )  # fmt: skip
+
+
+def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return x with a contiguous last axis."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def cache_strides(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
+    """Return the strides inside a block, in elements, as the kernels name them."""
+    return {
+        "KEY_TOKEN": keys.stride(1),
+        "KEY_HEAD": keys.stride(2),
+        "VALUE_TOKEN": values.stride(1),
+        "VALUE_HEAD": values.stride(2),
+    }
+
+
+def provide_attention(spec: AttentionSpec, target: Target) -> Provided | Decline:
+    """Serve a spec, or say why not."""
+    reason = refusal(spec, target)
+    if reason is not None:
+        return Decline(reason=reason)
+    return Provided(
+        implementation=TritonAttention(spec, target), label="triton split-KV", traits=OpTraits(graph="one_token")
+    )

@@ -1,0 +1,125 @@
+"""Which tiles, how many shares and which cases: the attention kernels' host decisions, without tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drivetrain_api.v1 import AttentionSpec, dtype_bytes
+
+from .target import Target
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_SPLITS = 64
+MAX_HEAD_DIM = 256
+FP8, FP8_ARCH = "float8_e4m3fn", 89
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """BLOCK_M rows of queries (prefill), BLOCK_N keys, warps a program and stages of its pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def padded(size: int) -> int:
+    """Return a head size as a side of a matrix product."""
+    return max(16, power_of_two(size))
+
+
+def decode_tiles(spec: AttentionSpec, target: Target) -> Tiles:
+    """Tiles of the decode kernel: about 16 KB of keys and 16 KB of values a tile of 64.
+
+    Several programs share a multiprocessor, so that one loads while another computes: the bytes in flight of all of
+    them must cover the memory's latency (about 32 KB a multiprocessor), and four warps each leave registers for four.
+    """
+    width = padded(spec.head_dim) + padded(spec.v_head_dim)
+    block_n = 64 if width * dtype_bytes(spec.dtype) <= 1024 else 32
+    block_m = max(16, power_of_two(spec.num_heads // spec.num_kv_heads))
+    return fitted(Tiles(block_m, block_n, 4, 3), spec, target)
+
+
+def prefill_tiles(spec: AttentionSpec, target: Target, max_query_len: int) -> Tiles:
+    """Tiles of the prefill kernel by the longest row: 16 or 64 rows where no row would fill 128."""
+    rows = max_query_len * (spec.num_heads // spec.num_kv_heads)
+    wide = max(padded(spec.head_dim), padded(spec.v_head_dim)) > 128
+    if spec.dtype == "float32":  # no matrix units at full precision: what keeps registers from spilling
+        return fitted(Tiles(16 if rows <= 16 else 32, 32, 4, 2), spec, target)
+    if rows <= 16:
+        return fitted(Tiles(16, 64, 4, 2 if wide else 3), spec, target)
+    if rows <= 64:
+        block_n = 64 if target.arch >= 90 else 32  # without wgmma the operands take registers
+        return fitted(Tiles(64, block_n, 4, 2 if wide else 3), spec, target)
+    return fitted(Tiles(128, 64, 8, 2 if wide else 3), spec, target)
+
+
+def fitted(tiles: Tiles, spec: AttentionSpec, target: Target) -> Tiles:
+    """Take stages, then keys, off until queries, keys and values fit in shared memory."""
+    group = spec.num_heads // spec.num_kv_heads
+    block_m = max(tiles.block_m, power_of_two(group))
+    block_n, stages = tiles.block_n, tiles.stages
+
+    def needed() -> int:
+        width = padded(spec.head_dim) + padded(spec.v_head_dim)
+        elements = block_m * padded(spec.head_dim) + stages * block_n * width + block_m * block_n
+        return elements * dtype_bytes(spec.dtype)
+
+    while needed() > target.shared_bytes and stages > 1:
+        stages -= 1
+    while needed() > target.shared_bytes and block_n > 16:
+        block_n //= 2
+    return Tiles(block_m, block_n, tiles.warps, stages)
+
+
+def splits_of(programs: int, wanted: int, most_tiles: int) -> int:
+    """Cut each of ``programs`` into a power of two of shares, so that about ``wanted`` run; a share is a tile or more.
+
+    Host values only, and those that a captured graph keeps: the shares themselves are measured on the device.
+    """
+    splits = 1
+    while splits < MAX_SPLITS and splits < most_tiles and 2 * splits * programs <= wanted:
+        splits *= 2
+    return splits
+
+
+def refusal(spec: AttentionSpec, target: Target) -> str | None:
+    """Say why a spec is not served, or None."""
+    special = [name for name in ("selected_keys", "latent", "cross") if getattr(spec, name)]
+    if special:
+        return f"no kernel for {', '.join(special)} yet"
+    if not spec.layout.strided:
+        return "the kernel reads strided caches, and this layout is opaque"
+    if spec.dtype not in DTYPES:
+        return f"no kernel for {spec.dtype}"
+    if max(spec.head_dim, spec.v_head_dim) > MAX_HEAD_DIM:
+        return f"heads wider than {MAX_HEAD_DIM} have no kernel yet"
+    if spec.num_heads % spec.num_kv_heads:
+        return f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly"
+    if not spec.scale > 0 or (spec.soft_cap is not None and not spec.soft_cap > 0):
+        return "the kernel needs a positive scale and soft cap"
+    return cache_refusal(spec, target)
+
+
+def cache_refusal(spec: AttentionSpec, target: Target) -> str | None:
+    """Say why a cache's dtypes or shapes are not served, or None."""
+    parts = spec.layout.spec.parts
+    shapes = [part.shape for part in parts]
+    if shapes != [(spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim)]:
+        return f"the kernel reads keys and values a head, and the cache keeps {shapes}"
+    if spec.layout.block_tokens != power_of_two(spec.layout.block_tokens):
+        return f"blocks of {spec.layout.block_tokens} tokens are no power of two"
+    for part in parts:
+        if part.dtype == spec.dtype:
+            continue
+        if part.dtype != FP8 or spec.dtype == "float32":
+            return f"no kernel reads a cache of {part.dtype} beside {spec.dtype}"
+        if target.kind != "interpreter" and target.arch < FP8_ARCH:
+            return f"{FP8} needs arch {FP8_ARCH}, and this is {target.arch}"
+    return None

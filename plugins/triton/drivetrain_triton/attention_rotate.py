@@ -1,0 +1,93 @@
+"""Head norms, rotary positions and the cache's write as one kernel over the qkv product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from drivetrain_api.v1 import AttentionSpec, CacheHandle, Fused, OpSpec, OpTraits, Provided, RmsNormSpec, RopeSpec
+
+from .attention import Plan, cache_strides
+from .attention_choice import power_of_two, refusal
+from .attention_write import rotate_kernel
+from .target import Target
+
+FEW_TOKENS = 64  # up to here one warp takes few heads, so that a decode step spreads over the device
+
+
+class RotateAndWrite:
+    """``fn(x [T, H + 2 KV, D], weight [H + KV, D] or None, cos, sin, cache, plan) -> q [T, H, D]``.
+
+    norm.rms of each query and key head (where there is a norm), rope.apply to them, k and v to the plan's slots: each
+    rounded to x's dtype as if it ran alone. cos, sin [T, rotary_dim / 2] float32.
+    """
+
+    def __init__(self, norm: RmsNormSpec | None, rope: RopeSpec, attention: AttentionSpec, target: Target) -> None:
+        self._target, self._attention = target, attention
+        half = rope.rotary_dim // 2
+        rest = rope.head_dim - 2 * half
+        halves = rope.style == "halves"
+        self._eps = norm.eps if norm else 0.0
+        self._fixed: dict[str, Any] = {
+            "HEADS": attention.num_heads,
+            "KV_HEADS": attention.num_kv_heads,
+            "D": rope.head_dim,
+            "HALF": half,
+            "HALF_PAD": power_of_two(half),
+            "REST_PAD": power_of_two(rest) if rest else 0,
+            "PAIR_STEP": 1 if halves else 2,
+            "PAIR_GAP": half if halves else 1,
+            "NORM": norm is not None,
+            "OFFSET": norm.offset if norm else 0.0,
+            "EARLY": norm.round_before_weight if norm else False,
+            "BLOCK_TOKENS": attention.layout.block_tokens,
+            "OVERLAPS": target.overlaps,
+        }
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: CacheHandle,
+        plan: Plan,
+    ) -> torch.Tensor:
+        """One launch, whatever T."""
+        spec = self._attention
+        tokens, heads = x.shape[0], spec.num_heads + 2 * spec.num_kv_heads
+        if x.stride(2) != 1 or x.stride(1) != spec.head_dim:
+            x = x.contiguous()
+        q = x.new_empty((tokens, spec.num_heads, spec.head_dim))
+        if not tokens:
+            return q
+        keys, values = cache.parts  # type: ignore[attr-defined]
+        block_h, warps = (4, 1) if tokens <= FEW_TOKENS else (16, 4)
+        rotate_kernel[(-(-heads // block_h), tokens)](
+            q, x, q if weight is None else weight, cos, sin, keys, values, plan.slots, x.stride(0), keys.stride(0),
+            values.stride(0), self._eps, **cache_strides(keys, values), **self._fixed, BLOCK_H=block_h,
+            num_warps=warps, **self._target.options,
+        )  # fmt: skip
+        return q
+
+
+def fuse_rotate(specs: Sequence[OpSpec], target: Target) -> Fused | None:
+    """Claim [norm.rms, rope.apply, attention.paged] or [rope.apply, attention.paged] where one kernel does all."""
+    norm = specs[0] if specs and isinstance(specs[0], RmsNormSpec) else None
+    rest = list(specs[1 if norm else 0 :][:2])
+    if len(rest) < 2 or not isinstance(rest[0], RopeSpec) or not isinstance(rest[1], AttentionSpec):
+        return None
+    rope, attention = rest
+    if attention.v_head_dim != attention.head_dim or rope.head_dim != attention.head_dim:
+        return None
+    if norm and (norm.size != attention.head_dim or norm.dtype != attention.dtype):
+        return None
+    if rope.dtype != attention.dtype or rope.rotary_dim % 2 or refusal(attention, target):
+        return None
+    made = RotateAndWrite(norm, rope, attention, target)
+    label = "triton norm + rope + write" if norm else "triton rope + write"
+    return Fused(
+        count=3 if norm else 2, provided=Provided(implementation=made, label=label, traits=OpTraits(graph="any"))
+    )
