@@ -91,7 +91,7 @@ def product_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
         return Call(row_products, (panels,), (x, weight, operand, out, *sizes), options)
     scratch = prepare(x.device) if tiles.split > 1 else None
     buffers = (out, out) if scratch is None else (scratch.partials, scratch.arrivals)
-    options |= {"BLOCK_M": tiles.block_m, "SPLIT": tiles.split, "STAGES": tiles.stages}
+    options |= {"BLOCK_M": tiles.block_m, "SPLIT": tiles.split > 1, "STAGES": tiles.stages}
     options |= {"EVEN_K": inputs % tiles.block_k == 0, "WEIGHT_FIRST": tiles.weight_first}
     grid = (panels, tiles.split, triton.cdiv(rows, tiles.block_m))
     return Call(tile_products, grid, (x, weight, operand, out, *buffers, *sizes), options)

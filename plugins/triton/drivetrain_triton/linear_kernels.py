@@ -240,7 +240,8 @@ def tile_products(
     program, part = tl.program_id(0), tl.program_id(1)
     first_token = tl.program_id(2) * BLOCK_M
     rows = panel(program, N, BLOCK_N, KIND != "")
-    span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+    count = tl.num_programs(1) if SPLIT else 1
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), count) * BLOCK_K
     first = part * span
     if AHEAD > 0:
         fetch_ahead(weight, rows, first, K, AHEAD, CHUNK)
@@ -248,17 +249,17 @@ def tile_products(
     tokens = tl.minimum(first_token + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
     end = tl.minimum(first + span, K)
     total = dot_sums(x, weight, rows, tokens, first, end, K, x_stride, BLOCK_K, EVEN_K, STAGES, WEIGHT_FIRST)
-    if SPLIT == 1:
+    if not SPLIT:
         finish_tile(total, bias, out, program, first_token, M, N, BLOCK_N, HAS_BIAS, KIND)
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + program
         cell = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        parts = partials + tile.to(tl.int64) * (SPLIT * BLOCK_N * BLOCK_M)
+        parts = partials + tile.to(tl.int64) * (count * BLOCK_N * BLOCK_M)
         tl.store(parts + part * (BLOCK_N * BLOCK_M) + cell, total)
         tl.debug_barrier()  # every thread's part is written before the count says so
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == count - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for other in range(SPLIT):
+            for other in range(count):
                 total += tl.load(parts + other * (BLOCK_N * BLOCK_M) + cell, cache_modifier=".cg")
             finish_tile(total, bias, out, program, first_token, M, N, BLOCK_N, HAS_BIAS, KIND)
             tl.store(arrivals + tile, 0)

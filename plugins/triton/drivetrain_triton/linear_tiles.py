@@ -18,10 +18,11 @@ CHUNKS = (128, 512, 2048)  # bytes of one request to fetch ahead
 class Tiles:
     """``way``: ``rows`` (float32 products, up to 4 tokens) or ``dot`` (matrix units).
 
-    ``block_m`` tokens x ``block_n`` weight rows (gate and up rows both count) x ``block_k`` elements a step. ``ahead``:
-    bytes of each weight row that a program asks into the second-level cache before it waits, a power of two, in
-    requests of ``chunk`` bytes. Only for ``dot``: ``split`` parts of each sum, ``stages`` of the copy pipeline, ``weight_first``: the weight is the product's
-    left side, so that tokens fill the narrow side of the matrix unit.
+    ``block_m`` tokens x ``block_n`` weight rows (gate and up rows both count) x ``block_k`` elements a step.
+    ``ahead``: bytes of each weight row that a program asks into the second-level cache before it waits, a power of
+    two, in requests of ``chunk`` bytes. Only for ``dot``: ``split`` parts of each sum, ``stages`` of the copy
+    pipeline, ``weight_first``: the weight is the product's left side, so that tokens fill the narrow side of the
+    matrix unit.
     """
 
     way: Literal["rows", "dot"]
@@ -55,7 +56,7 @@ def _row_tiles(rows: int, outputs: int, inputs: int, item_bytes: int) -> Tiles:
     """Small panels: every multiprocessor holds several programs, each with a tile of 16 KB on its way."""
     block_n = 16 if outputs >= 16384 else 8 if outputs >= 3072 else 4
     block_k = min(2048 // item_bytes, max(256, _power(inputs)))
-    ahead = min(8192, _power(inputs * item_bytes))
+    ahead = min(32768 // block_n, _power(inputs * item_bytes))
     return Tiles("rows", _power(rows), block_n, block_k, warps=4, ahead=ahead)
 
 
@@ -68,8 +69,9 @@ def _dot_tiles(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int)
     block_k = 64 if block_n == 128 or block_m == 64 else 128
     steps, panels = ceil(inputs / block_k), ceil(outputs / block_n) * ceil(rows / block_m)
     split = max(1, min(264 // panels, steps // 4, 8))
-    tiles = Tiles("dot", block_m, block_n, block_k, ahead=min(8192, _power(inputs * 2 // split)), split=split)
-    return tiles if fits(tiles, rows, outputs) else Tiles("dot", block_m, block_n, block_k, ahead=tiles.ahead)
+    ahead = 131072 // block_n
+    tiles = Tiles("dot", block_m, block_n, block_k, ahead=ahead, split=split)
+    return tiles if fits(tiles, rows, outputs) else Tiles("dot", block_m, block_n, block_k, ahead=ahead)
 
 
 def _power(value: int) -> int:

@@ -1,0 +1,274 @@
+"""Linears for few rows on a device: each variant checked against float64, timed beside the vendor's product, and in a
+chain of 32 layers with and without overlapping launches.
+
+    python ci/perf/device_linear.py [--quick] [--rows 1,8,64] [--shapes A.qkv,C.head] [--only chain] [--json FILE]
+
+Weights are copied until a chain of products over all copies reads from memory, not from the cache; medians over
+replays of a CUDA graph. The JSON is written after each shape. Kernels are compiled first, by processes side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from device_chain import chains
+from linear_parts import DEVICE, SHAPES, launch, operands_of, shape_dtype, timed
+from torch.nn import functional
+
+from drivetrain_triton.linear import Call, Operands, prepare, product_call
+from drivetrain_triton.linear_tiles import Tiles, choose, fits
+from drivetrain_triton.target import Target
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# rows: (block_n, block_k, warps, ahead, chunk)
+ROW_ONE = (
+    (4, 1024, 4, 0, 128),
+    (4, 1024, 4, 8192, 128),
+    (4, 2048, 4, 8192, 128),
+    (8, 512, 4, 4096, 128),
+    (8, 1024, 4, 0, 128),
+    (8, 1024, 4, 4096, 128),
+    (8, 1024, 4, 4096, 2048),
+    (8, 1024, 8, 4096, 128),
+    (16, 512, 4, 2048, 128),
+    (16, 512, 8, 2048, 128),
+    (16, 1024, 8, 2048, 128),
+    (2, 2048, 4, 8192, 128),
+)
+ROW_MORE = ((4, 1024, 4, 8192, 128), (8, 512, 4, 4096, 128), (8, 1024, 8, 4096, 128))
+# dot: (block_n, block_k, stages, warps, weight first, ahead); parts by the number of multiprocessors
+DOTS = (
+    (64, 128, 4, 4, True, 0),
+    (64, 128, 4, 4, True, 2048),
+    (64, 128, 3, 4, True, 2048),
+    (64, 64, 6, 4, True, 2048),
+    (128, 64, 4, 4, True, 1024),
+    (128, 128, 3, 8, True, 1024),
+    (32, 256, 3, 4, True, 4096),
+    (64, 128, 4, 4, False, 2048),
+)
+DOT_ROWS = {16: (1, 2, 4, 8, 16), 32: (32,), 64: (64, 128), 128: (128, 256)}  # block_m: rows it is tried for
+SLOTS = (264, 396)  # programs at work at once that a split aims at: two or three a multiprocessor
+QUICK = (ROW_ONE[5:6] + ROW_ONE[8:9], ROW_MORE[:1], DOTS[1:2] + DOTS[4:5])
+CHAIN_BYTES = 320 << 20
+LIMIT = {torch.bfloat16: 6e-3, torch.float32: 1e-4}
+
+
+def split_for(panels: int, steps: int, slots: int) -> int:
+    """Parts that fill the slots, each of four steps at least."""
+    return max(1, min(slots // panels, steps // 4, 8))
+
+
+def variants(rows: int, outputs: int, inputs: int, lists: tuple[Any, Any, Any]) -> Iterator[Tiles]:
+    """All tiles that are tried for a shape; the table's own first."""
+    found = [choose(rows, outputs, inputs, 90)]
+    ones, more, dots = lists
+    if rows <= 4:
+        for n, k, warps, ahead, chunk in ones if rows == 1 else more:
+            found.append(Tiles("rows", rows, n, k, warps=warps, ahead=ahead, chunk=chunk))
+    for block_m, fitting in DOT_ROWS.items():
+        for n, k, stages, warps, first, ahead in dots if rows in fitting else ():
+            panels, steps = ceil(outputs / n) * ceil(rows / block_m), ceil(inputs / k)
+            shared = stages * k * 2 * (n + block_m)
+            if shared > 220 << 10 or (rows < 4 and (n, k) != (64, 128)):
+                continue
+            tiles = Tiles("dot", block_m, n, k, warps, ahead, 128, 1, stages, first)
+            slots = SLOTS if (n, k, stages) == (64, 128, 4) else SLOTS[:1]
+            found += [replace(tiles, split=split_for(panels, steps, one)) for one in slots]
+    found = [one for one in found if fits(one, rows, outputs)]
+    yield from dict.fromkeys(found)
+
+
+def meta_call(name: str, rows: int, tiles: Tiles, target: Target) -> Call:
+    """A launch without memory, to compile for."""
+    outputs, inputs, _ = SHAPES[name]
+    x, weight = (torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, outputs))
+    return product_call(operands_of(x, weight, name), target, tiles)
+
+
+def compiled(job: tuple[str, int, Tiles, Target]) -> tuple[float, str]:
+    """Compile one kernel into the cache on disk; seconds, and what went wrong."""
+    begin = time.perf_counter()
+    try:
+        call = meta_call(*job)
+        args = [one.dtype if isinstance(one, torch.Tensor) else one for one in call.args]
+        call.kernel.warmup(*args, grid=call.grid, **call.options)
+    except Exception as error:
+        return time.perf_counter() - begin, f"{job[:3]}: {type(error).__name__}: {str(error)[:200]}"
+    return time.perf_counter() - begin, ""
+
+
+def compile_all(jobs: list[tuple[str, int, Tiles, Target]], workers: int) -> dict[str, Any]:
+    """Compile what the jobs need, each kernel once. Before anything touches the device: workers are forks."""
+    distinct = {}
+    for job in jobs:
+        call = meta_call(*job)
+        sizes = tuple(1 if one == 1 else one % 16 == 0 for one in call.args[-3:])
+        kinds = tuple(one.dtype for one in call.args[:6] if isinstance(one, torch.Tensor))
+        distinct.setdefault((call.kernel.__name__, kinds, sizes, tuple(sorted(call.options.items()))), job)
+    begin = time.perf_counter()
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        done = pool.map(compiled, list(distinct.values()), chunksize=1)
+    failed = [error for _, error in done if error]
+    for error in failed:
+        print("does not compile:", error)
+    wall = time.perf_counter() - begin
+    print(
+        f"{len(done)} kernels compiled in {wall:.1f} s by {workers} processes, slowest {max(s for s, _ in done):.1f} s"
+    )
+    return {"kernels": len(done), "seconds": wall, "failed": failed}
+
+
+def expected(x: torch.Tensor, weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """The product in float64, by pieces of the weight; gated: with the two roundings before the activation."""
+    wide = x.double()
+    pieces = [wide @ piece.double().T for piece in weight.split(32768)]
+    both = torch.cat(pieces, dim=1)
+    if not kind:
+        return both
+    both = both.to(x.dtype)
+    gate, up = both.chunk(2, dim=1)
+    return functional.silu(gate.float()).to(x.dtype).double() * up.double()
+
+
+def error_of(operands: Operands, want: torch.Tensor, target: Target, tiles: Tiles) -> tuple[float, bool]:
+    """Relative error of one launch into NaN (infinite if any is left), and whether a second has the same bits."""
+    results = []
+    for _ in range(2):
+        operands.out.fill_(float("nan"))
+        launch(product_call(operands, target, tiles))
+        results.append(operands.out.clone())
+    difference = (results[0].double() - want).norm() / want.norm()
+    value = float(difference)
+    return (value if value == value else float("inf")), torch.equal(*results)
+
+
+def vendor(x: torch.Tensor, weights: list[torch.Tensor], name: str) -> Callable[[], None]:
+    """The vendor's product over all copies (of gated weights: without the activation)."""
+    if shape_dtype(name) == torch.float32:
+        return lambda: [torch.mm(x, weight.T, out_dtype=torch.float32) for weight in weights] and None
+    return lambda: [functional.linear(x, weight) for weight in weights] and None
+
+
+def one_variant(
+    x: torch.Tensor, weights: list[torch.Tensor], name: str, want: torch.Tensor, setting: tuple[Target, Tiles]
+) -> dict[str, Any]:
+    """Check and time one variant on one shape."""
+    target, tiles = setting
+    found: dict[str, Any] = {"tiles": asdict(tiles)}
+    try:
+        error, same = error_of(operands_of(x, weights[0], name), want, target, tiles)
+        found |= {"error": error, "same_bits": same}
+        out = operands_of(x, weights[0], name).out
+        calls = [product_call(operands_of(x, weight, name, out), target, tiles) for weight in weights]
+        found["seconds"] = timed(lambda: [launch(call) for call in calls] and None) / len(weights)
+        found["right"] = error <= LIMIT[shape_dtype(name)] and same
+    except Exception as failure:
+        torch.cuda.synchronize()
+        found["failed"] = f"{type(failure).__name__}: {str(failure)[:300]}"
+    return found
+
+
+def label(tiles: dict[str, Any]) -> str:
+    """Tiles in short."""
+    text = f"{tiles['way']} {tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']} w{tiles['warps']}"
+    text += f" a{tiles['ahead']}/{tiles['chunk']}"
+    if tiles["way"] == "dot":
+        text += f" split{tiles['split']} s{tiles['stages']} {'Wx' if tiles['weight_first'] else 'xW'}"
+    return text
+
+
+def one_shape(name: str, rows_list: list[int], lists: Any, target: Target) -> dict[int, dict[str, Any]]:
+    """All rows and variants of one shape; prints a line for each count of rows."""
+    outputs, inputs, kind = SHAPES[name]
+    nbytes = outputs * inputs * 2
+    first = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) * inputs**-0.5 * (2.0 if kind else 1.0)
+    weights = [first] + [
+        first.clone() for _ in range(max(3 if nbytes > CHAIN_BYTES else 8, ceil(CHAIN_BYTES / nbytes)) - 1)
+    ]
+    all_x = torch.randn(max(rows_list), inputs, dtype=torch.bfloat16, device=DEVICE)
+    want = expected(all_x, first, kind)
+    results = {}
+    for rows in rows_list:
+        x = all_x[:rows].contiguous()
+        base = timed(vendor(x, weights, name)) / len(weights)
+        tried = []
+        for tiles in variants(rows, outputs, inputs, lists):
+            tried.append(one_variant(x, weights, name, want[:rows], (target, tiles)))
+        results[rows] = {"vendor_seconds": base, "bytes": nbytes, "variants": tried}
+        report(name, rows, nbytes, base, tried)
+    return results
+
+
+def report(name: str, rows: int, nbytes: int, base: float, tried: list[dict[str, Any]]) -> None:
+    """The vendor's rate, the table's, the best three."""
+    for one in tried:
+        if "failed" in one or not one["right"]:
+            print(f"  WRONG {name} {rows}: {label(one['tiles'])}: {one.get('failed') or one}")
+    good = sorted((one for one in tried if one.get("right")), key=lambda one: one["seconds"])
+    rate = nbytes / 1e12
+    text = f"{name:10} {rows:4} vendor {rate / base:5.2f}"
+    if tried and tried[0].get("right"):
+        text += f" table {rate / tried[0]['seconds']:5.2f}"
+    for one in good[:3]:
+        text += f" | {rate / one['seconds']:5.2f} ({base / one['seconds']:4.2f}x) {label(one['tiles'])}"
+    print(text, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few variants")
+    parser.add_argument("--rows", default="", help="counts of rows, with commas")
+    parser.add_argument("--shapes", default="", help="names, with commas")
+    parser.add_argument("--only", choices=("shapes", "chain"), default="")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--json", default="")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    target = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=232448, overlaps=True)
+    lists = QUICK if given.quick else (ROW_ONE, ROW_MORE, DOTS)
+    rows_list = [int(one) for one in given.rows.split(",") if one] or list((1, 8, 64) if given.quick else ROWS)
+    names = [one for one in given.shapes.split(",") if one] or list(SHAPES)
+    sizes = [(name, rows) for name in names for rows in rows_list] if given.only != "chain" else []
+    jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(r, *SHAPES[n][:2], lists)]
+    for name in SHAPES if given.only != "shapes" else ():
+        table = [(rows, choose(rows, *SHAPES[name][:2], 90)) for rows in (1, 8)]
+        jobs += [(name, r, one, replace(target, overlaps=on)) for r, one in table for on in (True, False)]
+    out: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "argv": sys.argv[1:]}
+    out["compile"] = compile_all(jobs, given.workers)
+    out |= {"device": torch.cuda.get_device_name(), "shapes": {}}
+    prepare(torch.empty(1, device=DEVICE).device)
+    torch.manual_seed(0)
+    try:
+        for name in names if sizes else ():
+            out["shapes"][name] = one_shape(name, rows_list, lists, target)
+            torch.cuda.empty_cache()
+            save(out, given.json)
+        if given.only != "shapes":
+            out["chain_ms"] = chains(out["shapes"], target)
+    finally:
+        save(out, given.json)
+
+
+def save(out: dict[str, Any], path: str) -> None:
+    if path:
+        Path(path).write_text(json.dumps(out, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
