@@ -26,7 +26,7 @@ from .target import Target
 TILE = 1024
 MOST_PIECES = 128
 WARPS = 4
-PER_PROCESSOR = 4  # programs of _scan that a multiprocessor is given before a row is cut into fewer pieces
+PER_PROCESSOR = 12  # programs of _scan that a multiprocessor is given before a row is cut into fewer pieces
 
 
 @triton.jit

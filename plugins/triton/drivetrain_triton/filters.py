@@ -94,6 +94,7 @@ def _last_id(
     each = tl.full((), 1.0, tl.float64)
     if WEIGHTS:
         each = _share(key_kept, top)
+    always = tl.where(key_kept == top, 0, -1)
     before = tl.full((), 0, tl.int32)
     found = tl.full((TILE,), -1, tl.int32)
     for first in range(0, V, TILE):
@@ -102,7 +103,7 @@ def _last_id(
         same = (index < V) & (key == key_kept) & ((key > least) | (index <= last))
         place = before + tl.cumsum(same.to(tl.int32), axis=0) - 1
         fits = (above + place.to(tl.float64) * each) / total < bound
-        fits = fits | ((above == 0.0) & (place == 0))
+        fits = fits | (place == always)
         found = tl.maximum(found, tl.where(same & fits, index, -1))
         before += tl.sum(same.to(tl.int32), axis=0)
     return tl.max(found, axis=0)
