@@ -110,8 +110,21 @@ def chain_settings(results: dict[str, Any], rows: int) -> dict[str, tuple[dict[s
     return settings | {"best, no fetch ahead": (no_fetch, True), "best, twice ahead": (twice, True)}
 
 
-def chains(results: dict[str, Any], target: Target, rows_list: tuple[int, ...] = (1, 8)) -> dict[str, Any]:
+def kernels(results: dict[str, Any], target: Target, rows_list: tuple[int, ...]) -> list[Any]:
+    """(shape, rows, tiles, target) of every launch, to compile before."""
+    return [
+        (name, rows, tiles[name], replace(target, overlaps=overlaps))
+        for rows in rows_list
+        for tiles, overlaps in chain_settings(results, rows).values()
+        for name in SHAPES
+        if tiles and name[0] == "A"
+    ]
+
+
+def chains(results: dict[str, Any], target: Target, compile_all: Callable[[list[Any]], Any]) -> dict[str, Any]:
     """Milliseconds a step of every setting; the same tiles must give the same bits with overlaps and without."""
+    rows_list = (1, 8)
+    compile_all(kernels(results, target, rows_list))
     weights, found = chain_weights(), {}
     floor = sum(one.nbytes for layer in weights for one in layer.values()) / 4.6e12 * 1e3
     for rows in rows_list:

@@ -110,8 +110,8 @@ def compiled(job: tuple[str, int, Tiles, Target]) -> tuple[float, str]:
     return time.perf_counter() - begin, ""
 
 
-def compile_all(jobs: list[tuple[str, int, Tiles, Target]], workers: int) -> dict[str, Any]:
-    """Compile what the jobs need, each kernel once. Before anything touches the device: workers are forks."""
+def compile_all(jobs: list[tuple[str, int, Tiles, Target]], pool: Any) -> dict[str, Any]:
+    """Compile what the jobs need, each kernel once."""
     distinct = {}
     for job in jobs:
         call = meta_call(*job)
@@ -119,15 +119,13 @@ def compile_all(jobs: list[tuple[str, int, Tiles, Target]], workers: int) -> dic
         kinds = tuple(one.dtype for one in call.args[:6] if isinstance(one, torch.Tensor))
         distinct.setdefault((call.kernel.__name__, kinds, sizes, tuple(sorted(call.options.items()))), job)
     begin = time.perf_counter()
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        done = pool.map(compiled, list(distinct.values()), chunksize=1)
+    done = pool.map(compiled, list(distinct.values()), chunksize=1)
     failed = [error for _, error in done if error]
     for error in failed:
         print("does not compile:", error)
     wall = time.perf_counter() - begin
-    print(
-        f"{len(done)} kernels compiled in {wall:.1f} s by {workers} processes, slowest {max(s for s, _ in done):.1f} s"
-    )
+    slowest = max((seconds for seconds, _ in done), default=0.0)
+    print(f"{len(done)} kernels compiled in {wall:.1f} s, the slowest in {slowest:.1f} s", flush=True)
     return {"kernels": len(done), "seconds": wall, "failed": failed}
 
 
@@ -246,23 +244,22 @@ def main() -> None:
     names = [one for one in given.shapes.split(",") if one] or list(SHAPES)
     sizes = [(name, rows) for name in names for rows in rows_list] if given.only != "chain" else []
     jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(r, *SHAPES[n][:2], lists)]
-    for name in SHAPES if given.only != "shapes" else ():
-        table = [(rows, choose(rows, *SHAPES[name][:2], 90)) for rows in (1, 8)]
-        jobs += [(name, r, one, replace(target, overlaps=on)) for r, one in table for on in (True, False)]
     out: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "argv": sys.argv[1:]}
-    out["compile"] = compile_all(jobs, given.workers)
-    out |= {"device": torch.cuda.get_device_name(), "shapes": {}}
-    prepare(torch.empty(1, device=DEVICE).device)
-    torch.manual_seed(0)
-    try:
-        for name in names if sizes else ():
-            out["shapes"][name] = one_shape(name, rows_list, lists, target)
-            torch.cuda.empty_cache()
+    # Before anything touches the device: workers are forks, with contexts of their own.
+    with multiprocessing.get_context("fork").Pool(given.workers) as pool:
+        out["compile"] = compile_all(jobs, pool)
+        out |= {"device": torch.cuda.get_device_name(), "shapes": {}}
+        prepare(torch.empty(1, device=DEVICE).device)
+        torch.manual_seed(0)
+        try:
+            for name in names if sizes else ():
+                out["shapes"][name] = one_shape(name, rows_list, lists, target)
+                torch.cuda.empty_cache()
+                save(out, given.json)
+            if given.only != "shapes":
+                out["chain_ms"] = chains(out["shapes"], target, lambda jobs: compile_all(jobs, pool))
+        finally:
             save(out, given.json)
-        if given.only != "shapes":
-            out["chain_ms"] = chains(out["shapes"], target)
-    finally:
-        save(out, given.json)
 
 
 def save(out: dict[str, Any], path: str) -> None:
