@@ -1,9 +1,10 @@
 """What top-k and top-p leave of a row, as limits: the smallest key kept, and of that key the largest token id.
 
 In falling order, ties by id, a filter keeps a prefix. So its last key is found by bisection between keys that occur:
-each pass over the row counts (top-k) or sums the probabilities of (top-p, float64) what lies above a key half way, and
-moves one end to the nearest key that the row has. Then one pass finds how many of the tokens of that key still belong.
-A pass costs the row's keys once, and with top-p an exponential a token; about log2 of the row's size of them.
+each pass over the row counts (top-k) or sums the probabilities of (top-p) what lies above a key half way, and moves one
+end to the nearest key that the row has. Then one pass finds how many of the tokens of that key still belong. A pass
+costs the row's keys once, and with top-p an exponential a token; about log2 of the row's size of them. What is kept is
+decided by float64 sums, as in the reference, in another order of summation.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from .keys import LOWEST, joined, lowest, upper, value_of
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
-TILE = 4096
+TILE = 2048
 WARPS = 16
 HIGHEST = tl.constexpr(2**31 - 1)
 LEAST = tl.constexpr(-(2**31))
 ALL = tl.constexpr(2**31 - 1)  # as the largest id: no token of the last key is left out
+COUNT, ROUGH, EXACT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # measures
+UNCLEAR = tl.constexpr(1e-4)  # shares in float32 are off by a tenth of it at most
 INFINITE = tl.constexpr(0x7F800000)  # +inf's key
 
 
@@ -46,10 +49,10 @@ def _share(key, top):
 
 
 @triton.jit
-def _above(keys, middle, least, last, top, WEIGHTS: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr):
+def _above(keys, middle, least, last, top, MEASURE: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr):
     """Of the tokens that (least, last) keep: the measure of those with a key above ``middle``, the smallest such key,
-    and the largest key not above. The measure: their number or, with WEIGHTS, the sum of their shares; float64."""
-    measure = tl.zeros((TILE,), tl.float64)
+    and the largest key not above. The measure, float64: their number, or the sum of their shares, ROUGH in float32."""
+    measure = tl.zeros((TILE,), tl.float64 if MEASURE == EXACT else tl.float32 if MEASURE == ROUGH else tl.int32)
     over = tl.full((TILE,), HIGHEST, tl.int32)
     under = tl.full((TILE,), LEAST, tl.int32)
     for first in range(0, V, TILE):
@@ -57,13 +60,15 @@ def _above(keys, middle, least, last, top, WEIGHTS: tl.constexpr, V: tl.constexp
         key = tl.load(keys + index, mask=index < V, other=LEAST)
         there = (index < V) & ((key > least) | ((key == least) & (index <= last)))
         high = there & (key > middle)
-        if WEIGHTS:
+        if MEASURE == EXACT:
             measure += tl.where(high, _share(key, top), 0.0)
+        elif MEASURE == ROUGH:
+            measure += tl.where(high, tl.exp(value_of(key) - value_of(top)), 0.0)
         else:
-            measure += high.to(tl.float64)
+            measure += high.to(tl.int32)
         over = tl.minimum(over, tl.where(high, key, HIGHEST))
         under = tl.maximum(under, tl.where(there & (key <= middle), key, LEAST))
-    return tl.sum(measure, axis=0), tl.min(over, axis=0), tl.max(under, axis=0)
+    return tl.sum(measure, axis=0).to(tl.float64), tl.min(over, axis=0), tl.max(under, axis=0)
 
 
 @triton.jit
@@ -72,16 +77,24 @@ def _last_key(
 ):
     """(smallest key such that what lies above it measures less than ``bound`` of ``total``, that measure).
 
-    low and high: keys of the row between which it lies; nothing lies above high.
+    low and high: keys of the row between which it lies; nothing lies above high. A sum of shares in float32 decides
+    where it is far from the bound; only near it is the sum repeated in float64.
     """
     above = tl.full((), 0.0, tl.float64)
     while low < high:
         middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
-        measure, over, under = _above(keys, middle, least, last, top, WEIGHTS, V, TILE)
+        if WEIGHTS:
+            measure, over, under = _above(keys, middle, least, last, top, ROUGH, V, TILE)
+            if tl.abs(measure / total - bound) < UNCLEAR:
+                measure, over, under = _above(keys, middle, least, last, top, EXACT, V, TILE)
+        else:
+            measure, over, under = _above(keys, middle, least, last, top, COUNT, V, TILE)
         fits = measure / total < bound
         high = tl.where(fits, under, high)
         above = tl.where(fits, measure, above)
         low = tl.where(fits, low, over)
+    if WEIGHTS:
+        above, over, under = _above(keys, high, least, last, top, EXACT, V, TILE)
     return high, above
 
 
@@ -145,7 +158,7 @@ def _limits(
         p = tl.load(top_p + row)
         if random & (p < 1.0):
             bound = p.to(tl.float64)
-            total, _, _ = _above(keys, LEAST, least, last, top, True, V, TILE)
+            total, _, _ = _above(keys, LEAST, least, last, top, EXACT, V, TILE)
             key, above = _last_key(keys, bound, total, least, top, least, last, top, True, V, TILE)
             last = _last_id(keys, bound, total, key, above, least, last, top, True, V, TILE)
             least = key

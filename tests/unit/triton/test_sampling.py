@@ -19,7 +19,7 @@ from drivetrain_triton.target import INTERPRETER
 
 RUNTIME = torch_runtime("cpu")
 PLACE = Place(runtime=RUNTIME, storage=torch_storage(RUNTIME, (16,), "int32"))
-ROWS = 8
+ROWS = 4
 
 
 def kernel(spec):
@@ -48,7 +48,7 @@ def make_inputs(seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, rows=ROWS)
 def test_agrees_with_the_judge(dtype):
     reference = REFERENCE["sample.draw/1"]
     for case in reference.cases(PLACE, dtype, 51):
-        if case.spec.vocabulary < 1000 or dtype == "float32":
+        if case.spec.vocabulary < 100 or dtype == "float32":
             check(case, case.run(kernel(case.spec)), reference.tolerance(dtype))
 
 
@@ -81,10 +81,10 @@ def test_draws_the_references_tokens(settings, vocabulary, dtype):
 def test_ties_at_every_limit(levels):
     source = Source("float32", 8)
     spec = DrawSpec(dtype="float32", vocabulary=301, vocabulary_offset=5)
-    logits = source.integers(0, levels, 64, 301).to(torch.float32)
-    inputs = make_inputs(9, rows=64, top_k=90, top_p=0.5, min_p=0.3)
-    inputs = replace(inputs, top_k=source.integers(0, 310, 64, dtype="int32"))
-    inputs = replace(inputs, mask=random_mask(source, 64, 301))
+    logits = source.integers(0, levels, 24, 301).to(torch.float32)
+    inputs = make_inputs(9, rows=24, top_k=90, top_p=0.5, min_p=0.3)
+    inputs = replace(inputs, top_k=source.integers(0, 310, 24, dtype="int32"))
+    inputs = replace(inputs, mask=random_mask(source, 24, 301))
     assert torch.equal(kernel(spec)(logits, inputs, 1), REFERENCE[spec.op].make(spec)(logits, inputs, 1))
 
 
@@ -92,15 +92,13 @@ def test_limits_keep_what_the_reference_keeps(monkeypatch):
     """Not only the token drawn: every token, over several tiles."""
     from drivetrain.ops.reference.draws import filtered
 
-    monkeypatch.setattr(filters, "TILE", 128)
+    monkeypatch.setattr(filters, "TILE", 256)
     source = Source("float32", 10)
     for scale, settings in ((0.0, {"top_p": 0.5}), (2.0, {"top_k": 17, "top_p": 0.8}), (0.01, {"top_p": 0.3})):
         scaled = (
-            (source.normal(ROWS, 500, scale=scale) * 4).round() / 4
-            if scale == 2.0
-            else source.normal(ROWS, 500, scale=scale)
+            (source.normal(4, 500, scale=scale) * 4).round() / 4 if scale == 2.0 else source.normal(4, 500, scale=scale)
         )
-        inputs = make_inputs(11, **settings)
+        inputs = make_inputs(11, rows=4, **settings)
         keys = torch.where(scaled == 0, 0.0, scaled).view(torch.int32)
         keys = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
         least, last, _ = filters.find_limits(keys, inputs, INTERPRETER).unsqueeze(-1)
