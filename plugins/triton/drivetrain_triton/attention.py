@@ -56,11 +56,13 @@ class TritonAttention:
     """
 
     traits = AttentionTraits(lengths="device", row_order="decode_first", graph="one_token")
+    programs_wanted = 4  # decode programs a multiprocessor, where keys suffice
+    prefill_tiles: Tiles | None = None  # instead of the table's, to measure
 
     def __init__(self, spec: AttentionSpec, target: Target) -> None:
         self.spec, self.target = spec, target
         self._group = spec.num_heads // spec.num_kv_heads
-        self._decode_tiles = decode_tiles(spec, target)
+        self.decode_tiles = decode_tiles(spec, target)
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
         self._sizes: dict[str, Any] = {
             "D": spec.head_dim,
@@ -123,15 +125,15 @@ class TritonAttention:
         return out
 
     def _decode_part(self, batch: AttentionBatch, rows: int) -> Part:
-        """About four programs a multiprocessor. Rows beyond the tokens are padded ones without a token."""
-        tiles = self._decode_tiles
-        splits = splits_of(rows * self.spec.num_kv_heads, 4 * self.target.multiprocessors, self._most(batch, tiles, 1))
+        """Cut rows until ``programs_wanted`` run. Rows beyond the tokens are padded ones without a token."""
+        tiles, wanted = self.decode_tiles, self.programs_wanted * self.target.multiprocessors
+        splits = splits_of(rows * self.spec.num_kv_heads, wanted, self._most(batch, tiles, 1))
         return self._part(batch, 0, rows, 0, rows, tiles, splits)
 
     def _prefill_part(self, batch: AttentionBatch, first: int, base: int, tokens: int) -> Part:
         """One program a multiprocessor fills it; shares only where a few short rows meet many keys."""
         rows = len(batch.query_start_host) - 1 - first
-        tiles = prefill_tiles(self.spec, self.target, batch.max_query_len)
+        tiles = self.prefill_tiles or prefill_tiles(self.spec, self.target, batch.max_query_len)
         programs = self._query_tiles(tokens, rows, tiles) * self.spec.num_kv_heads
         # Shares of fewer than four tiles would cost more than they give.
         most = self._most(batch, tiles, batch.max_query_len) // 4

@@ -56,7 +56,8 @@ def measure(name, kernel, constants, warps, stages):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        said = subprocess.run([tools + "/cuobjdump", "--dump-resource-usage", file.name], capture_output=True, text=True)
+        dump = [tools + "/cuobjdump", "--dump-resource-usage", file.name]
+        said = subprocess.run(dump, capture_output=True, text=True)
     registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", said.stdout).groups())
     ptx = made.asm["ptx"]
     print(json.dumps({

@@ -47,7 +47,7 @@ def unfused(specs, x, weight, cos, sin):
 
 
 def compare(specs, rows, normed, seed=3, stride=0):
-    norm, rope, spec = specs
+    _, rope, spec = specs
     source = Source(spec.dtype, seed)
     fused = attention_rotate.fuse_rotate(specs if normed else specs[1:], INTERPRETER)
     assert fused.count == (3 if normed else 2)
