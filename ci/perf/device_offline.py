@@ -75,7 +75,7 @@ class Offline:
         return seconds
 
     def stats(self) -> dict[str, int]:
-        """Return the loop's figures that say whether a run was what it was meant to be; they come with its next beat."""
+        """Return figures that say whether a run was what it was meant to be; they come with the loop's next beat."""
         time.sleep(1.0)
         stats = self.loop.stats()
         names = ("preemptions", "prefix_hit_tokens", "prefix_query_tokens", "cache_total")

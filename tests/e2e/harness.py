@@ -20,8 +20,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @cache
-def choice_of(device: str) -> Choice:
-    return resolve_device(EngineConfig(model="none", device=device))
+def choice_of(device: str, options: tuple[tuple[str, str], ...] = ()) -> Choice:
+    return resolve_device(EngineConfig(model="none", device=device, backend_options=dict(options)))
 
 
 @dataclass
@@ -41,11 +41,11 @@ class Served:
     def __init__(self, model: Path | str, device: str, parts: Parts | None = None, **settings: object) -> None:
         values = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
         values |= {"cache_bytes": 4 << 20, **settings}
+        config = EngineConfig(model=str(model), device=device, **values)
+        choice = choice_of(device, tuple(sorted(config.backend_options.items())))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.opened: Opened = open_loop(
-                EngineConfig(model=str(model), device=device, **values), choice_of(device), parts or Parts()
-            )
+            self.opened: Opened = open_loop(config, choice, parts or Parts())
         self.loop = self.opened.loop
         self.next = 0
         self.open: dict[int, Done] = {}
