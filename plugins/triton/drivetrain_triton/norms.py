@@ -18,7 +18,7 @@ from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
 WHOLE = 16384
-PIECE = 4096
+PIECE = 2048
 TILE = 1024  # elements that a program of small rows holds
 
 

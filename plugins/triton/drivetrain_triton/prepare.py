@@ -22,143 +22,100 @@ from .target import Target
 TOKENS = 128  # of a program that fills tokens
 COLUMNS = 1024  # of a program that copies a part of one row of one table
 KEPT = 256  # rows of a program of _keep
-ALIGN = 32  # results begin at multiples of so many elements of the one tensor that holds them
+ALIGN = 32  # results begin at multiples of so many elements of the one tensor that holds them; as in ``_part``
 WARPS = 4
 
 
 @triton.jit
+def _part(size):
+    """Where the part after one of that size begins, relative to its own begin."""
+    return (size + 31) // 32 * 32
+
+
+@triton.jit
 def _place_tokens(
-    token,
-    row,
-    position,
-    ids,
-    written,
-    out,
-    tables,
-    strides,
-    widths,
-    starts,
-    num_tokens,
-    SIZES: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Write id, position and one slot a group for the tokens of the mask ``written``."""
+    token, row, position, ids, written, out, tables, strides, odd_widths, tokens, rows,
+    SIZES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Write id, position and one slot a group for the tokens of the mask ``written``; tokens, rows: sizes of parts."""
     kind: tl.constexpr = out.dtype.element_ty
     tl.store(out + token, ids.to(kind), mask=written)
-    tl.store(out + starts[0] + token, position.to(kind), mask=written)
+    tl.store(out + tokens + token, position.to(kind), mask=written)
     for g in tl.static_range(GROUPS):
-        column = tl.minimum(position // SIZES[g], widths[g] - 1)
+        column = tl.minimum(position // SIZES[g], odd_widths[g] // 2 - 1)
         block = tl.load(tables[g] + row.to(tl.int64) * strides[g] + column, mask=written, other=0).to(kind)
         slot = block * SIZES[g] + position % SIZES[g]
-        tl.store(out + starts[3 + GROUPS + g] + token, slot.to(kind), mask=written)
+        tl.store(out + (2 + g) * tokens + 2 * rows + token, slot.to(kind), mask=written)
 
 
 @triton.jit
 def _fill_tokens(
-    piece,
-    rows,
-    start,
-    token_row,
-    token_offset,
-    host_ids,
-    num_new,
-    computed,
-    last_tokens,
-    out,
-    tables,
-    strides,
-    widths,
-    starts,
-    num_tokens,
-    SIZES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    piece, rows_of, start, token_row, token_offset, host_ids, num_new, computed, last_tokens, out,
+    tables, strides, odd_widths, num_tokens, tokens, rows,
+    SIZES: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    kind: tl.constexpr = out.dtype.element_ty
     token = piece * TOKENS + tl.arange(0, TOKENS)
     there = token < num_tokens
     b = tl.load(token_row + token, mask=there, other=0)
     offset = tl.load(token_offset + token, mask=there, other=0)
     count = tl.load(num_new + b, mask=there, other=0)
     begin = tl.load(start + b, mask=there, other=0)
-    row = tl.load(rows + b, mask=there, other=0)
-    real = there & (offset < count)
-    follows = begin < 0
-    leads = real & (offset == 0)
-    # The host's own tokens, and padding.
-    position = tl.where(real, begin + offset, 0)
-    ids = tl.load(host_ids + token, mask=real & (begin >= 0), other=0)
+    row = tl.load(rows_of + b, mask=there, other=0)
+    real, follows = there & (offset < count), begin < 0
+    # Tokens that the host gave, and padding: a lane does its own.
+    given, padding = real & (begin >= 0), there & (offset >= count)
+    position = tl.where(given, begin + offset, 0)
+    ids = tl.load(host_ids + token, mask=given, other=0)
     _place_tokens(
-        token, row, position, ids, real & (begin >= 0), out, tables, strides, widths, starts, num_tokens, SIZES, GROUPS
-    )
-    nothing = there & (offset >= count)
-    zero = tl.zeros((TOKENS,), out.dtype.element_ty)
-    tl.store(out + token, zero, mask=nothing)
-    tl.store(out + starts[0] + token, zero, mask=nothing)
+        token, row, position, ids, given, out, tables, strides, odd_widths, tokens, rows, SIZES, GROUPS
+    )  # fmt: skip
+    zero = tl.zeros((TOKENS,), kind)
+    tl.store(out + token, zero, mask=padding)
+    tl.store(out + tokens + token, zero, mask=padding)
     for g in tl.static_range(GROUPS):
-        tl.store(out + starts[3 + GROUPS + g] + token, zero, mask=nothing)
-    # Rows that go on from the table: every token, from the lane of the first.
-    base = tl.load(computed + row, mask=leads & follows, other=0)
-    base = tl.where(follows, base, begin)
+        tl.store(out + (2 + g) * tokens + 2 * rows + token, zero, mask=padding)
+    # Rows that go on from the table: the lane of the first token does all, then advances the row.
+    leads = real & (offset == 0)
+    base = tl.where(follows, tl.load(computed + row, mask=leads & follows, other=0), begin)
     for place in tl.static_range(PLACES):
         mine = leads & follows & (place < count)
         last = tl.load(last_tokens + row.to(tl.int64) * PLACES + place, mask=mine, other=0)
         _place_tokens(
-            token + place,
-            row,
-            base + place,
-            last,
-            mine,
-            out,
-            tables,
-            strides,
-            widths,
-            starts,
-            num_tokens,
-            SIZES,
-            GROUPS,
-        )
-    tl.store(out + starts[1] + b, base.to(out.dtype.element_ty), mask=leads)
-    tl.store(out + starts[2] + b, (base + count).to(out.dtype.element_ty), mask=leads)
+            token + place, row, base + place, last, mine, out, tables, strides, odd_widths, tokens, rows, SIZES, GROUPS
+        )  # fmt: skip
+    tl.store(out + 2 * tokens + b, base.to(kind), mask=leads)
+    tl.store(out + 2 * tokens + rows + b, (base + count).to(kind), mask=leads)
     tl.store(computed + row, base + count, mask=leads)
 
 
 @triton.jit
 def _fill_row(
-    b,
-    piece,
-    rows,
-    start,
-    num_new,
-    computed,
-    out,
-    tables,
-    strides,
-    widths,
-    starts,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    b, piece, rows_of, start, num_new, computed, out, tables, strides, odd_widths, num_rows, tokens, rows,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Copy one piece of every group's table row; set a padded row's place, as no token does."""
     kind: tl.constexpr = out.dtype.element_ty
-    row = tl.load(rows + b)
+    row = tl.load(rows_of + b)
     column = piece * COLUMNS + tl.arange(0, COLUMNS)
+    goal = out + (2 + GROUPS) * tokens + 2 * rows
     for g in tl.static_range(GROUPS):
-        inside = column < widths[g]
-        block = tl.load(tables[g] + row.to(tl.int64) * strides[g] + column, mask=inside, other=0)
-        tl.store(out + starts[3 + g] + b.to(tl.int64) * widths[g] + column, block.to(kind), mask=inside)
+        width = odd_widths[g] // 2
+        block = tl.load(tables[g] + row.to(tl.int64) * strides[g] + column, mask=column < width, other=0)
+        tl.store(goal + b * width + column, block.to(kind), mask=column < width)
+        goal += _part(num_rows * width)
     if piece == 0:
         padded = tl.load(num_new + b) == 0
         begin = tl.load(start + b)
         base = tl.load(computed + row, mask=padded, other=0)
-        tl.store(out + starts[1] + b, tl.where(begin >= 0, begin, base).to(kind), mask=padded)
-        tl.store(out + starts[2] + b, tl.zeros((), kind), mask=padded)
+        tl.store(out + 2 * tokens + b, tl.where(begin >= 0, begin, base).to(kind), mask=padded)
+        tl.store(out + 2 * tokens + rows + b, tl.zeros((), kind), mask=padded)
         tl.store(computed + row, 0, mask=padded)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_pieces", "row_pieces"])
 def _prepare(
-    rows,
+    rows_of,
     start,
     token_row,
     token_offset,
@@ -166,11 +123,10 @@ def _prepare(
     num_new,
     computed,
     last_tokens,
-    out,  # ids at 0, then at starts[..]: positions, base, lengths, a table a group, slots a group
+    out,  # parts: ids, positions, base, lengths, slots a group, a table a group; as ``layout`` has them
     tables,  # a tuple, one a group
     strides,
-    widths,
-    starts,
+    odd_widths,  # 2 width + 1 each: neither 1 nor a multiple of 16, which would be compiled anew
     num_rows,
     num_tokens,
     token_pieces,
@@ -185,16 +141,17 @@ def _prepare(
     let_next_begin(OVERLAPS)
     wait_for_earlier(OVERLAPS)
     program = tl.program_id(0)
+    tokens, rows = _part(num_tokens), _part(num_rows)
     if program < token_pieces:
         _fill_tokens(
-            program, rows, start, token_row, token_offset, host_ids, num_new, computed, last_tokens, out,
-            tables, strides, widths, starts, num_tokens, SIZES, GROUPS, PLACES, TOKENS,
+            program, rows_of, start, token_row, token_offset, host_ids, num_new, computed, last_tokens, out,
+            tables, strides, odd_widths, num_tokens, tokens, rows, SIZES, GROUPS, PLACES, TOKENS,
         )  # fmt: skip
     else:
         index = program - token_pieces
         _fill_row(
-            index // row_pieces, index % row_pieces, rows, start, num_new, computed, out,
-            tables, strides, widths, starts, GROUPS, COLUMNS,
+            index // row_pieces, index % row_pieces, rows_of, start, num_new, computed, out,
+            tables, strides, odd_widths, num_rows, tokens, rows, GROUPS, COLUMNS,
         )  # fmt: skip
 
 
@@ -231,9 +188,9 @@ def make_prepare(spec: PrepareSpec, target: Target) -> Callable[[PrepareInputs, 
 
     def prepare(inputs: PrepareInputs, widths: tuple[int, ...]) -> Prepared:
         rows, tokens = inputs.rows.shape[0], inputs.token_row.shape[0]
-        sizes = (tokens, tokens, rows, rows, *(rows * w for w in widths), *(tokens for _ in widths))
-        starts, parts = layout(sizes)
-        out = torch.empty(starts[-1], dtype=dtype, device=inputs.rows.device)
+        sizes = (tokens, tokens, rows, rows, *(tokens for _ in widths), *(rows * w for w in widths))
+        parts = layout(sizes)
+        out = torch.empty(sum(parts), dtype=dtype, device=inputs.rows.device)
         token_pieces = triton.cdiv(tokens, TOKENS)
         row_pieces = triton.cdiv(max(widths), COLUMNS)
         programs = token_pieces + rows * row_pieces
@@ -250,8 +207,7 @@ def make_prepare(spec: PrepareSpec, target: Target) -> Callable[[PrepareInputs, 
                 out,
                 inputs.block_tables,
                 tuple(t.stride(0) for t in inputs.block_tables),
-                tuple(widths),
-                starts[1:-1],
+                tuple(2 * w + 1 for w in widths),
                 rows,
                 tokens,
                 token_pieces,
@@ -266,22 +222,19 @@ def make_prepare(spec: PrepareSpec, target: Target) -> Callable[[PrepareInputs, 
             positions=positions,
             base=base,
             lengths=lengths,
-            tables=tuple(t.view(rows, w) for t, w in zip(rest, widths, strict=False)),
-            slots=tuple(rest[groups:]),
+            tables=tuple(t.view(rows, w) for t, w in zip(rest[groups:], widths, strict=True)),
+            slots=tuple(rest[:groups]),
         )
 
     return prepare
 
 
-def layout(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], list[int]]:
-    """(where each part begins, and the end; sizes of the parts and of the gaps after them, in turn)."""
-    starts, parts, end = [], [], 0
+def layout(sizes: tuple[int, ...]) -> list[int]:
+    """Sizes of the parts and of the gaps after them, in turn."""
+    parts: list[int] = []
     for size in sizes:
-        gap = -size % ALIGN
-        starts.append(end)
-        parts += (size, gap)
-        end += size + gap
-    return (*starts, end), parts
+        parts += (size, -size % ALIGN)
+    return parts
 
 
 def make_keep(

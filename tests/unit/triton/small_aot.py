@@ -55,9 +55,9 @@ def pointwise_kernels():
 
 
 def step_kernels():
-    names = ("rows", "start", "token_row", "token_offset", "host_ids", "num_new", "computed", "last_tokens", "out")
+    names = ("rows_of", "start", "token_row", "token_offset", "host_ids", "num_new", "computed", "last_tokens", "out")
     signature = dict.fromkeys(names, I32)
-    signature |= {"tables": (I32, I32), "strides": ("i32",) * 2, "widths": ("i32",) * 2, "starts": ("i32",) * 7}
+    signature |= {"tables": (I32, I32), "strides": ("i32",) * 2, "odd_widths": ("i32",) * 2}
     signature |= dict.fromkeys(("num_rows", "num_tokens", "token_pieces", "row_pieces"), "i32")
     settings = {"SIZES": (16, 32), "GROUPS": 2, "PLACES": 4, "TOKENS": prepare.TOKENS, "COLUMNS": prepare.COLUMNS}
     yield "prepare", prepare._prepare, signature, settings, prepare.WARPS
