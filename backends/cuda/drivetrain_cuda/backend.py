@@ -33,7 +33,7 @@ def open_backend(index: int, view: ConfigView) -> Backend:
         why = f"built for CUDA {built}, which the driver here does not run" if built else "built without CUDA"
         raise RuntimeError(f"torch {torch.__version__} is {why}; install a CUDA build that fits the driver")
     torch.cuda.set_device(index)
-    runtime = torch_runtime("cuda", index)
+    runtime = torch_runtime("cuda", index, host=page_locked)
     target = target_of(runtime.device, overlap=view.options.get("overlap") != "off")
     providers = Providers(target=target)
     return ComposedBackend(
@@ -47,6 +47,11 @@ def open_backend(index: int, view: ConfigView) -> Backend:
         validate=validate,
         close=torch.cuda.empty_cache,
     )
+
+
+def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Make a host tensor that the card reads and writes by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def target_of(device: torch.device, *, overlap: bool) -> Target:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from drivetrain_api.v1 import GatedActivationSpec, LinearSpec, Packed, dtype_bytes
-from drivetrain_triton.linear import small_gated, small_linear, supports
+from drivetrain_triton.linear import small_gated, small_linear
 from drivetrain_triton.target import Target
 
 from .table import most_small_rows
@@ -21,9 +21,7 @@ class DeviceLinear:
 
     def __init__(self, spec: LinearSpec, target: Target) -> None:
         self._spec, self._target = spec, target
-        shape = (spec.out_features, spec.in_features)
-        able = supports(*shape, spec.dtype, target)
-        self._most = most_small_rows(*shape, target) if able else 0
+        self._most = most_small_rows(spec.out_features, spec.in_features, target)
         self._wide = spec.role == "lm_head" and spec.dtype in WIDE_HEADS
         self._dtype = torch.float32 if self._wide else getattr(torch, spec.dtype)
 
@@ -64,7 +62,7 @@ class GatedLinear(DeviceLinear):
     def apply(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         """x [T, in] -> [T, size]."""
         weight, bias = packed.data
-        if 0 < x.shape[0] <= self._most:
-            return small_gated(x, weight, bias, self._kind, self._target)
+        if 0 < x.shape[0] <= self._most and bias is None:
+            return small_gated(x, weight, self._kind, self._target)
         activated: torch.Tensor = self._activate(functional.linear(x, weight, bias))
         return activated

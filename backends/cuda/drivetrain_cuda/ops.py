@@ -16,7 +16,8 @@ from drivetrain_api.v1 import (
     OpTraits,
     Provided,
 )
-from drivetrain_triton.attention import fuse_rotate, provide_attention
+from drivetrain_triton.attention import provide_attention
+from drivetrain_triton.attention_rotate import fuse_rotate
 from drivetrain_triton.providers import provide_small
 from drivetrain_triton.target import Target
 

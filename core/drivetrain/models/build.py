@@ -81,7 +81,7 @@ def load(
 def _fill(holder: Holder, mapped: CheckpointMap, runtime: DeviceRuntime, resident: int) -> tuple[int, int]:
     """Load one holder. Returns device bytes held after it, and the most held meanwhile."""
     dtype = torch_dtype(mapped.dtype)
-    tensors = [runtime.from_host(mapped.read(paths, dtype)) for paths in holder.sources]
+    tensors = [mapped.load(paths, dtype, runtime) for paths in holder.sources]
     given = sum(t.numel() * t.element_size() for t in tensors)
     installed = holder.install(tensors, runtime)
     highest = resident + max(given + installed.peak_bytes, installed.nbytes)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from drivetrain.errors import ModelError, WeightsError
 from drivetrain.models.spec import ModelSpec, Shape
-from drivetrain.models.weights.checkpoint import Checkpoint, TensorInfo, check_tensors
+from drivetrain.models.weights.checkpoint import Checkpoint, TensorInfo, check_tensors, repeat
 
 if TYPE_CHECKING:
     import torch
+
+    from drivetrain_api.v1 import DeviceRuntime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +85,28 @@ class CheckpointMap:
         """``found``: canonical name -> name in the checkpoint."""
         self.dtype = spec.dtype
         self._checkpoint = checkpoint
+        self._shapes = spec.parameters()
         self._whole = {paths: found[name] for name, paths in names.items()}
         self._parts: dict[str, tuple[str, int, int]] = {}  # path -> (stored name, first row, end row)
-        shapes = spec.parameters()
         for name, paths in names.items():
             row = 0
             for path in paths:
-                self._parts[path] = (found[name], row, row + shapes[path][0])
-                row += shapes[path][0]
+                self._parts[path] = (found[name], row, row + self._shapes[path][0])
+                row += self._shapes[path][0]
+
+    def load(self, paths: Sequence[str], dtype: torch.dtype, runtime: DeviceRuntime) -> torch.Tensor:
+        """Return the parameters at ``paths``, joined along dimension 0, on the device."""
+        pattern = getattr(self._checkpoint, "pattern", None)
+        if pattern is None or not all((path,) in self._whole for path in paths):
+            return runtime.from_host(self.read(paths, dtype))
+        rows = sum(self._shapes[path][0] for path in paths)
+        joined = runtime.empty((rows, *self._shapes[paths[0]][1:]), dtype)
+        first = 0
+        for path in paths:
+            end = first + self._shapes[path][0]
+            repeat(runtime.from_host(pattern(self._parts[path][0], dtype)), joined[first:end])
+            first = end
+        return joined
 
     def read(self, paths: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """Return the parameters at ``paths``, joined along dimension 0, on the host."""

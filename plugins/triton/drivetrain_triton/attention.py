@@ -233,5 +233,5 @@ def provide_attention(spec: AttentionSpec, target: Target) -> Provided | Decline
     if reason is not None:
         return Decline(reason=reason)
     return Provided(
-        implementation=TritonAttention(spec, target), label="triton split-KV", traits=OpTraits(graph="one_token")
+        implementation=TritonAttention(spec, target), label="shared: Triton, split keys", traits=OpTraits(graph="one_token")
     )

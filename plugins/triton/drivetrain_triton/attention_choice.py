@@ -41,7 +41,7 @@ def decode_tiles(spec: AttentionSpec, target: Target) -> Tiles:
     them must cover the memory's latency (about 32 KB a multiprocessor), and four warps each leave registers for four.
     """
     width = padded(spec.head_dim) + padded(spec.v_head_dim)
-    block_n = 64 if width * dtype_bytes(spec.dtype) <= 1024 else 32
+    block_n = 64 if width * dtype_bytes(spec.dtype) <= 512 else 32
     block_m = max(16, power_of_two(spec.num_heads // spec.num_kv_heads))
     return fitted(Tiles(block_m, block_n, 4, 3), spec, target)
 
@@ -57,7 +57,7 @@ def prefill_tiles(spec: AttentionSpec, target: Target, max_query_len: int) -> Ti
     if rows <= 64:
         block_n = 64 if target.arch >= 90 else 32  # without wgmma the operands take registers
         return fitted(Tiles(64, block_n, 4, 2 if wide else 3), spec, target)
-    return fitted(Tiles(128, 64, 8, 2 if wide else 3), spec, target)
+    return fitted(Tiles(128, 32 if wide else 64, 8, 3), spec, target)
 
 
 def fitted(tiles: Tiles, spec: AttentionSpec, target: Target) -> Tiles:

@@ -87,7 +87,7 @@ def fuse_rotate(specs: Sequence[OpSpec], target: Target) -> Fused | None:
     if rope.dtype != attention.dtype or rope.rotary_dim % 2 or refusal(attention, target):
         return None
     made = RotateAndWrite(norm, rope, attention, target)
-    label = "triton norm + rope + write" if norm else "triton rope + write"
+    label = "shared: Triton, one kernel"
     return Fused(
         count=3 if norm else 2, provided=Provided(implementation=made, label=label, traits=OpTraits(graph="any"))
     )

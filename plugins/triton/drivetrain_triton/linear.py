@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from drivetrain_triton.linear_kernels import row_products, tile_products
 from drivetrain_triton.linear_tiles import MAX_ROWS, MAX_TILES, PARTIAL_BYTES, Tiles, choose, chunks, fits
@@ -64,37 +64,33 @@ class Operands(NamedTuple):
     kind: str = ""
 
 
+@lru_cache(maxsize=4096)
+def settings(tiles: Tiles, target: Target, inputs: int, item_bytes: int, kind: str, has_bias: bool) -> dict[str, Any]:
+    """A launch's options."""
+    ahead = chunks(tiles, inputs, item_bytes, target.arch, target.overlaps)
+    options = {"HAS_BIAS": has_bias, "KIND": kind, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+    options |= {"EVEN_K": inputs % tiles.block_k == 0, "CHUNK": tiles.chunk, "OVERLAPS": target.overlaps}
+    options |= {"num_warps": tiles.warps, **target.options}
+    if tiles.way == "rows":
+        once = inputs <= tiles.block_k
+        return options | {"AHEAD": 0 if once else ahead, "ROWS": tiles.block_m, "ONCE": once}
+    options |= {"AHEAD": ahead, "BLOCK_M": tiles.block_m, "SPLIT": tiles.split > 1}
+    return options | {"STAGES": tiles.stages, "WEIGHT_FIRST": tiles.weight_first}
+
+
 def product_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
     """The launch of these operands with these tiles."""
     x, weight, bias, out, kind = operands
     rows, inputs = x.shape
-    panels, item = triton.cdiv(weight.shape[0], tiles.block_n), weight.element_size()
-    ahead = chunks(tiles, inputs, item, target.arch, target.overlaps)
     sizes = (rows, out.shape[1], inputs, x.stride(0))
-    options = {"HAS_BIAS": bias is not None, "KIND": kind, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
-    options |= {
-        "AHEAD": ahead,
-        "CHUNK": tiles.chunk,
-        "OVERLAPS": target.overlaps,
-        "num_warps": tiles.warps,
-        **target.options,
-    }
-    operand = weight if bias is None else bias
+    options = settings(tiles, target, inputs, weight.element_size(), kind, bias is not None)
+    panels, terms = -(-weight.shape[0] // tiles.block_n), weight if bias is None else bias
     if tiles.way == "rows":
-        once = inputs <= tiles.block_k
-        options |= {
-            "AHEAD": 0 if once else ahead,
-            "ROWS": tiles.block_m,
-            "EVEN_K": inputs % tiles.block_k == 0,
-            "ONCE": once,
-        }
-        return Call(row_products, (panels,), (x, weight, operand, out, *sizes), options)
+        return Call(row_products, (panels,), (x, weight, terms, out, *sizes), options)
     scratch = prepare(x.device) if tiles.split > 1 else None
     buffers = (out, out) if scratch is None else (scratch.partials, scratch.arrivals)
-    options |= {"BLOCK_M": tiles.block_m, "SPLIT": tiles.split > 1, "STAGES": tiles.stages}
-    options |= {"EVEN_K": inputs % tiles.block_k == 0, "WEIGHT_FIRST": tiles.weight_first}
-    grid = (panels, tiles.split, triton.cdiv(rows, tiles.block_m))
-    return Call(tile_products, grid, (x, weight, operand, out, *buffers, *sizes), options)
+    grid = (panels, tiles.split, -(-rows // tiles.block_m))
+    return Call(tile_products, grid, (x, weight, terms, out, *buffers, *sizes), options)
 
 
 def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Tensor:

@@ -11,19 +11,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from drivetrain_triton.activations import activated
 from drivetrain_triton.overlap import let_next_begin, wait_for_earlier
-
-
-@triton.jit
-def activated(x, KIND: tl.constexpr):
-    """The activation of float32 values, in float32."""
-    if KIND == "silu":
-        return x / (1 + tl.exp(-x))
-    elif KIND == "gelu":
-        return x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-    else:
-        twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        return x / (1 + tl.exp(-twice))
 
 
 @triton.jit

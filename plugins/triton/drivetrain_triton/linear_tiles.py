@@ -53,9 +53,10 @@ def choose(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int = 2)
 
 
 def _row_tiles(rows: int, outputs: int, inputs: int, item_bytes: int) -> Tiles:
-    """Small panels: every multiprocessor holds several programs, each with a tile of 16 KB on its way."""
+    """Small panels: every multiprocessor holds several programs, each with a tile of 8 or 16 KB on its way; more would
+    not fit the registers, in which a second row keeps as much again."""
     block_n = 16 if outputs >= 16384 else 8 if outputs >= 3072 else 4
-    block_k = min(2048 // item_bytes, max(256, _power(inputs)))
+    block_k = min(16384 // block_n, 2048, max(512, _power(inputs * item_bytes))) // (item_bytes * _power(rows))
     ahead = min(32768 // block_n, _power(inputs * item_bytes))
     return Tiles("rows", _power(rows), block_n, block_k, warps=4, ahead=ahead)
 

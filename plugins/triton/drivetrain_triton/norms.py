@@ -142,18 +142,14 @@ def row_shape(size: int) -> tuple[int, int, int]:
 
 def as_rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """Return (x, heads, token stride, head stride): x as it is where two strides tell where its rows are."""
-    if x.stride(-1) != 1 or x.dim() > 3 or (x.dim() == 1):
-        x = x.contiguous()
-        return x, (weight.shape[0] if weight.dim() == 2 else 1) or 1, _per_token(x, weight), x.shape[-1]
+    own = weight.dim() == 2
+    if x.stride(-1) != 1 or x.dim() not in (2, 3):
+        x = x.reshape(-1, *weight.shape).contiguous()
     if x.dim() == 3:
-        return x, x.shape[1] or 1, x.stride(0), x.stride(1)
-    if weight.dim() == 2:
-        return x, x.shape[0] or 1, 0, x.stride(0)
+        return x, x.shape[1], x.stride(0), x.stride(1)
+    if own:
+        return x, x.shape[0], 0, x.stride(0)
     return x, 1, x.stride(0), 0
-
-
-def _per_token(x: torch.Tensor, weight: torch.Tensor) -> int:
-    return x.shape[-1] * (weight.shape[0] if weight.dim() == 2 else 1)
 
 
 class Norm:

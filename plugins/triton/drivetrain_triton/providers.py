@@ -53,4 +53,4 @@ def provide_small(spec: OpSpec, target: Target) -> Provided | Decline:
     if spec.dtype not in dtypes:
         return Decline(reason=f"the Triton kernel of {spec.op} computes {', '.join(dtypes)}, not {spec.dtype}")
     traits = OpTraits(batch_invariant=True, graph="any")
-    return Provided(implementation=make(spec, target), label="triton", traits=traits)
+    return Provided(implementation=make(spec, target), label="shared: Triton", traits=traits)

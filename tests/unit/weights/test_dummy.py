@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from drivetrain.models.weights.checkpoint import DummyCheckpoint
+from drivetrain.models.weights.checkpoint import DRAWN, DummyCheckpoint
 
 SHAPES = {"model.embed_tokens.weight": (293, 60), "model.norm.weight": (601,), "q_proj.bias": (600,)}
 KNOWN = [-0.007031604181975126, -0.0012839166447520256, 0.019289832562208176]
@@ -38,3 +38,10 @@ def test_sizes():
     infos = DummyCheckpoint(SHAPES, "bfloat16").infos()
     assert infos["model.norm.weight"].nbytes == 1202
     assert DummyCheckpoint(SHAPES, "float32").infos()["model.norm.weight"].nbytes == 2404
+
+
+def test_a_large_tensor_repeats_its_first_values_and_its_rows_differ():
+    value = DummyCheckpoint({"big.weight": (3, 700_001)}, "float32").read("big.weight", torch.float32)
+    flat = value.flatten()
+    assert torch.equal(flat[DRAWN:], flat[: len(flat) - DRAWN])
+    assert not torch.equal(value[0], value[1]) and not torch.equal(value[1], value[2])

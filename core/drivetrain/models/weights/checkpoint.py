@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_NAMED = 12
+DRAWN = 1_048_573  # a prime: rows of a matrix differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +78,28 @@ def _with_nearest(name: str, others: list[str]) -> str:
     return f"{name} (there is {near[0]})" if near else name
 
 
+class PatternCheckpoint(Protocol):
+    """Optional, beside ``Checkpoint``: tensors that repeat a few values can be made on the device."""
+
+    def pattern(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values [n] that the tensor, flattened, repeats; on the host."""
+
+
+def repeat(pattern: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill a contiguous tensor with a pattern [n], again and again."""
+    flat, size = target.view(-1), pattern.shape[0]
+    whole = flat.shape[0] // size if size else 0
+    if whole:
+        flat[: whole * size].view(whole, size).copy_(pattern.expand(whole, size))
+    if whole * size < flat.shape[0]:
+        flat[whole * size :].copy_(pattern[: flat.shape[0] - whole * size])
+
+
 class DummyCheckpoint:
     """Random weights of the expected shapes, a function of each tensor's name alone: equal on every machine.
 
-    Uniform with standard deviation 0.02, around 1 for vectors whose name speaks of a norm, else around 0.
+    Uniform with standard deviation 0.02, around 1 for vectors whose name speaks of a norm, else around 0. A large
+    tensor repeats its first ``DRAWN`` values, so that it can be made where it is needed.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: str) -> None:
@@ -96,9 +115,18 @@ class DummyCheckpoint:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         import torch
 
+        values = torch.empty(self._infos[name].shape, dtype=dtype)
+        repeat(self.pattern(name, dtype), values)
+        return values
+
+    def pattern(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values that a tensor repeats, at most ``DRAWN`` of them, on the host."""
+        import torch
+
         shape = self._infos[name].shape
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-        draws = np.random.Generator(np.random.Philox(key=key)).random(shape, np.float32)
+        count = min(DRAWN, int(np.prod(shape, dtype=np.int64)))
+        draws = np.random.Generator(np.random.Philox(key=key)).random(count, np.float32)
         values = torch.from_numpy(draws).sub_(0.5).mul_(0.02 * 12**0.5)
         if len(shape) == 1 and "norm" in name:
             values += 1.0

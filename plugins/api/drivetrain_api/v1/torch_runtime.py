@@ -17,18 +17,28 @@ if TYPE_CHECKING:
 Context = Callable[[], AbstractContextManager[None]]
 
 
-def torch_runtime(device_type: str, index: int | None = None, *, during: Context = nullcontext) -> DeviceRuntime:
+MakeHost = Callable[["tuple[int, ...]", "torch.dtype"], "torch.Tensor"]
+
+
+def torch_runtime(
+    device_type: str,
+    index: int | None = None,
+    *,
+    during: Context = nullcontext,
+    host: MakeHost | None = None,
+) -> DeviceRuntime:
     """Compose a runtime of ``torch.<device_type>``'s device module; the host's own memory for a synchronous one.
 
-    ``during``: makes a context that ``activate`` enters too, for what holds while the engine works only. Raises
-    RuntimeError when this torch has no such device type.
+    ``during``: makes a context that ``activate`` enters too, for what holds while the engine works only. ``host``:
+    makes an uninitialised host tensor for copies, page-locked where plain memory would make them wait. Raises RuntimeError
+    when this torch has no such device type.
     """
     import torch
 
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     module = torch.get_device_module(device)
     if hasattr(module, "Stream") and device_type != "cpu":
-        return _AsynchronousRuntime(device, module, during)
+        return _AsynchronousRuntime(device, module, during, host or _plain_host)
     return _SynchronousRuntime(device, during)
 
 
@@ -145,10 +155,9 @@ class _SynchronousRuntime:
         trim_host_heap()
 
     def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        import torch
+        import numpy as np
 
-        buffer: np.ndarray = torch.zeros(tuple(shape), dtype=getattr(torch, dtype), pin_memory=self._pins).numpy()
-        return buffer
+        return np.zeros(tuple(shape), dtype)
 
     def classify_error(self, error: BaseException) -> ErrorClass:
         return classify_torch_error(error)
@@ -208,15 +217,10 @@ class _DeviceStream:
             event.wait()
 
 
-def _pins_memory() -> bool:
-    """Return whether this torch makes page-locked memory, without which copies to and from the host wait."""
+def _plain_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     import torch
 
-    try:
-        torch.empty(1, pin_memory=True)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+    return torch.empty(shape, dtype=dtype)
 
 
 class _AsynchronousRuntime:
@@ -224,9 +228,9 @@ class _AsynchronousRuntime:
 
     asynchronous = True
 
-    def __init__(self, device: torch.device, module: Any, during: Context) -> None:
+    def __init__(self, device: torch.device, module: Any, during: Context, host: MakeHost) -> None:
         self._tensors, self._module, self._during = _Tensors(device), module, during
-        self._pins = _pins_memory()
+        self._host = host
         self.device = device
         self.empty = self._tensors.empty
         self.zeros = self._tensors.zeros
@@ -244,12 +248,10 @@ class _AsynchronousRuntime:
             yield
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
-        import torch
-
         self._tensors.to_host_count += 1
         copies = []
         for tensor in tensors:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pins)
+            copy = self._host(tuple(tensor.shape), tensor.dtype)
             copies.append(copy.copy_(tensor.detach(), non_blocking=True))
         return _DeviceCopy(self, tuple(copies), self._module.current_stream(self.device).record_event())
 
@@ -284,9 +286,10 @@ class _AsynchronousRuntime:
         self._module.empty_cache()
 
     def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        import numpy as np
+        import torch
 
-        return np.zeros(tuple(shape), dtype)
+        buffer: np.ndarray = self._host(tuple(shape), getattr(torch, dtype)).zero_().numpy()
+        return buffer
 
     def classify_error(self, error: BaseException) -> ErrorClass:
         return classify_torch_error(error)
