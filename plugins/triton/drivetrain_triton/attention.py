@@ -92,11 +92,15 @@ class TritonAttention:
         )
 
     def plan_for_capture(self, batch: AttentionBatch) -> Plan:
-        """As ``plan``: it holds the graph's own tensors, and its host bounds hold for every replay."""
-        return self.plan(batch)
+        """As ``plan``: it holds the graph's own tensors, and its host bounds hold for every replay.
 
-    def update_plan(self, plan: Plan, batch: AttentionBatch) -> None:
-        """Nothing to refill: kernels read lengths and tables where the batch keeps them."""
+        Where rows may have several tokens, all rows take the prefill kernel, which finds them on the device: replays
+        may share the graph's tokens out over its rows as they like.
+        """
+        tokens = batch.num_tokens
+        if batch.max_query_len <= 1 or not tokens:
+            return self.plan(batch)
+        return Plan(tokens=tokens, slots=batch.slots_dev, decode=None, prefill=self._prefill_part(batch, 0, 0, tokens))
 
     def write(self, cache: CacheHandle, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, v_head_dim], innermost contiguous."""
@@ -233,5 +237,7 @@ def provide_attention(spec: AttentionSpec, target: Target) -> Provided | Decline
     if reason is not None:
         return Decline(reason=reason)
     return Provided(
-        implementation=TritonAttention(spec, target), label="shared: Triton, split keys", traits=OpTraits(graph="one_token")
+        implementation=TritonAttention(spec, target),
+        label="shared: Triton, split keys",
+        traits=OpTraits(graph="one_token"),
     )

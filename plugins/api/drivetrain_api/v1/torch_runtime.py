@@ -30,8 +30,8 @@ def torch_runtime(
     """Compose a runtime of ``torch.<device_type>``'s device module; the host's own memory for a synchronous one.
 
     ``during``: makes a context that ``activate`` enters too, for what holds while the engine works only. ``host``:
-    makes an uninitialised host tensor for copies, page-locked where plain memory would make them wait. Raises RuntimeError
-    when this torch has no such device type.
+    makes an uninitialised host tensor for copies, page-locked where plain memory would make them wait.
+    Raises RuntimeError when this torch has no such device type.
     """
     import torch
 
