@@ -210,14 +210,9 @@ def ttft(run: Run) -> dict[str, Any]:
 def start(run: Run) -> dict[str, Any]:
     """Seconds from a new process to its first token; kernel caches empty, then as the first left them."""
     run.close()
-    values = run.config()
-    settings = {name: getattr(values, name) for name in ("model", "device", "dtype", "load_format", "max_model_len")}
-    settings |= {name: getattr(values, name) for name in ("max_num_seqs", "max_num_batched_tokens", "depth")}
-    settings |= {"memory_utilization": values.memory_utilization, "backend_options": dict(values.backend_options)}
-    code = FIRST_TOKEN.format(settings=settings)
+    code = FIRST_TOKEN.format(settings=start_settings(run))
     with tempfile.TemporaryDirectory() as caches:
-        names = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME", "DRIVETRAIN_CACHE_DIR")
-        environment = os.environ | {name: str(Path(caches, name.lower())) for name in names}
+        environment = own_caches(caches)
         new_process("import torch; print('{}')", environment)
         torch_alone = [new_process("import torch; print('{}')", environment)["seconds"] for _ in range(3)]
         cold = new_process(code, environment)
@@ -230,6 +225,44 @@ def start(run: Run) -> dict[str, Any]:
         "empty_caches": cold,
         "warm_caches": warm,
     }
+
+
+def start_files(run: Run) -> dict[str, Any]:
+    """The same from safetensors files that have just been written, so that they lie in the page cache."""
+    run.close()
+    writer = [sys.executable, str(Path(__file__).parent / "device_files.py"), str(run.folder)]
+    done = subprocess.run([*writer, "--device", run.args.device], stdout=subprocess.PIPE, text=True, check=True)
+    written = json.loads(done.stdout.splitlines()[-1])
+    code = FIRST_TOKEN.format(settings=start_settings(run) | {"load_format": "safetensors"})
+    try:
+        with tempfile.TemporaryDirectory() as caches:
+            found = [new_process(code, own_caches(caches)) for _ in range(4)]
+    finally:
+        for path in run.folder.glob("*.safetensors*"):
+            path.unlink()
+    loading = statistics.median(one["load_seconds"] for one in found[1:])
+    return {
+        "warm_caches_s": statistics.median(one["seconds"] for one in found[1:]),
+        "load_gb_per_s": written["bytes"] / loading / 1e9,
+        "load_s": loading,
+        **written,
+        "empty_caches": found[0],
+        "warm_caches": found[1:],
+    }
+
+
+def start_settings(run: Run) -> dict[str, Any]:
+    """The engine's configuration as a new process is given it."""
+    values = run.config()
+    names = ("model", "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    settings = {name: getattr(values, name) for name in (*names, "depth", "memory_utilization")}
+    return settings | {"backend_options": dict(values.backend_options)}
+
+
+def own_caches(folder: str) -> dict[str, str]:
+    """An environment in which everything that is compiled is kept in ``folder``."""
+    names = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
+    return {**os.environ, **{name: str(Path(folder, name.lower())) for name in names}}
 
 
 def new_process(code: str, environment: dict[str, str]) -> dict[str, Any]:
@@ -313,5 +346,6 @@ CASES: dict[str, tuple[tuple[str, Callable[[Run], dict[str, Any]]], ...]] = {
     "memory": (("memory", memory),),
     "ttft": (("ttft", ttft),),
     "start": (("start", start),),
+    "files": (("start from files", start_files),),
     "long": (("long", long_context),),
 }

@@ -10,6 +10,7 @@ tokenizer. Times are wall times of one call over a whole batch.
 - prefill: 16 prompts of 4,096 tokens, one new token. ttft: one prompt of 4,096, one new token: miss, full hit,
   hit and 32 more; and one of 16 tokens.
 - start: a new process to its first token, import included, with empty and with warm kernel caches.
+- files: the same with the weights in safetensors files, which lie in the page cache.
 - memory: the plan against what the device reports, after work of every batch size; the cache's share of the card.
 - long: a prompt of 100,000 tokens: its seconds, and a decode step at that context.
 
