@@ -171,6 +171,29 @@ def test_captured_plan_serves_other_lengths():
         torch.testing.assert_close(fast.forward(q, cache, plan), want, rtol=1e-5, atol=1e-5)
 
 
+def test_captured_plan_of_several_tokens_serves_other_rows():
+    """One graph of 12 tokens in 3 rows: replays share them out differently, and leave some to a padded row."""
+    where, source = place(), Source("float32", 7)
+    spec = cases.make_spec(where, shape(), "float32")
+    rows = cases.make_rows(((90, 4), (70, 4), (130, 4)), 16, 0, source.random)
+    batch = cases.make_batch(where, rows, "int32")
+    fast, reference = provided(spec, WIDE), REF.make(spec)
+    plan = fast.plan_for_capture(batch)
+    assert plan.decode is None and plan.prefill.rows == 3 and plan.prefill.tokens == 12
+    cache = where.storage.allocate(spec.layout, rows.num_blocks)
+    cache.write(torch.arange(rows.num_blocks * 16), [source.normal(rows.num_blocks * 16, 2, 16) for _ in range(2)])
+    q = source.normal(12, 4, 16)
+    for lengths, queries in (((90, 70, 130), (4, 4, 4)), ((33, 64, 128), (1, 1, 10)), ((90, 7, 0), (1, 7, 4))):
+        start = np.cumsum([0, *queries])
+        batch.lengths_dev.copy_(torch.tensor(lengths))
+        batch.query_start_dev.copy_(torch.tensor(start))
+        at = [torch.arange(n - k, n).clamp(min=0) for n, k in zip(lengths, queries, strict=True)]
+        batch.positions_dev.copy_(torch.cat(at))
+        now = replace(batch, query_start_host=start.astype(np.int32), length_bounds_host=np.asarray(lengths, np.int32))
+        want = reference.forward(q, cache, reference.plan(now))
+        torch.testing.assert_close(fast.forward(q, cache, plan), want, rtol=1e-5, atol=1e-5)
+
+
 def fp8_spec(where, dtype="bfloat16"):
     spec = cases.make_spec(where, shape(), dtype)
     parts = tuple(replace(part, dtype="float8_e4m3fn") for part in spec.layout.spec.parts)
