@@ -99,7 +99,7 @@ def step_jobs() -> Iterator[Job]:
     prepare = PrepareSpec(dtype="int32", block_tokens=(16,))
     yield Job("prepare decode", prepare, lambda n: decode_rows(n, 1), widened=False)
     yield Job("prepare 2 groups", replace(prepare, block_tokens=(16, 32)), lambda n: decode_rows(n, 2), widened=False)
-    yield Job("prepare prefill", prepare, lambda n: prefill_rows(n), widened=False)
+    yield Job("prepare prefill", prepare, prefill_rows, widened=False)
     keep = KeepSpec(dtype="int32")
     yield Job("keep", keep, kept_rows, widened=False)
 
@@ -114,7 +114,7 @@ def decode_rows(rows: int, groups: int, queries: int = 1, start: int = -1) -> tu
     """``rows`` rows of ``queries`` tokens each, the blocks of 8,192 tokens; the last a padding row."""
     widths = tuple(8192 // 16 // (g + 1) for g in range(groups))
     tables = tuple(integers(0, 20000, rows + 1, w) for w in widths)
-    computed = integers(0, 8000 - queries, rows + 1)
+    computed = integers(0, 8000, rows + 1)
     computed[-1] = 0
     token_row = torch.arange(rows, dtype=torch.int32, device=DEVICE).repeat_interleave(queries)
     order = torch.randperm(rows, device=DEVICE).to(torch.int32)
@@ -209,16 +209,21 @@ def expected(job: Job, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
         phase = (arguments[0].to(torch.float32).unsqueeze(-1) * arguments[1]).double()
         return [phase.cos(), phase.sin()]
     results = flat(REFERENCE[job.spec.op].make(job.spec)(*own))
-    return results + [own[0].computed] if isinstance(job.spec, PrepareSpec) else results
+    return results + written(job.spec, own)
+
+
+def written(spec: OpSpec, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The argument that the op changes."""
+    if isinstance(spec, PrepareSpec):
+        return [arguments[0].computed]
+    return [arguments[3]] if isinstance(spec, KeepSpec) else []
 
 
 def check(job: Job, call: Any, rows: int) -> str:
     """Empty where the results are right."""
     arguments = job.make(rows)
     want = expected(job, arguments)
-    got = flat(call(*arguments))
-    if isinstance(job.spec, PrepareSpec):
-        got.append(arguments[0].computed)
+    got = flat(call(*arguments)) + written(job.spec, arguments)
     tolerance = REFERENCE[job.spec.op].tolerance(job.spec.dtype)
     worst = 0.0
     for one, other in zip(got, want, strict=True):
