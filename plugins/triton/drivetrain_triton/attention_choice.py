@@ -54,9 +54,9 @@ def prefill_tiles(spec: AttentionSpec, target: Target, max_query_len: int) -> Ti
         return fitted(Tiles(16 if rows <= 16 else 32, 32, 4, 2), spec, target)
     if rows <= 16:
         return fitted(Tiles(16, 64, 4, 2 if wide else 3), spec, target)
-    if rows <= 64:
-        block_n = 64 if target.arch >= 90 else 32  # without wgmma the operands take registers
-        return fitted(Tiles(64, block_n, 4, 2 if wide else 3), spec, target)
+    if rows <= 64 or (wide and target.arch < 90):  # without wgmma, operands take registers
+        block_n = 64 if target.arch >= 90 and not wide else 32
+        return fitted(Tiles(64, block_n, 8 if wide and target.arch < 90 else 4, 3), spec, target)
     return fitted(Tiles(128, 32 if wide else 64, 8, 3), spec, target)
 
 
