@@ -1,5 +1,5 @@
 """Linears for few rows on a device: each variant checked against float64, timed beside the vendor's product, and in a
-chain of 32 layers with and without overlapping launches.
+chain of all layers with and without overlapping launches.
 
     python ci/perf/device_linear.py [--quick] [--rows 1,8,64] [--shapes A.qkv,C.head] [--only chain] [--json FILE]
 

@@ -1,0 +1,85 @@
+"""Compiles the linears of the table for one chip without a device, and prints a line of JSON for each kernel.
+
+    python -m tests.unit.triton.compiled_linear 90
+
+A process of its own: in the tests' process the same kernels are interpreted.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from drivetrain_triton import linear
+from drivetrain_triton.linear_tiles import choose
+from drivetrain_triton.target import Target
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+SHAPES = ((4096, 4096, ""), (28672, 4096, "silu"), (1024, 3072, ""))
+
+
+def call_of(rows, shape, arch):
+    outputs, inputs, kind = shape
+    target = Target(kind="cuda", arch=arch, multiprocessors=132, shared_bytes=0, overlaps=arch >= 90)
+    x, weight = (torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, outputs))
+    out = torch.empty(rows, outputs // 2 if kind else outputs, dtype=torch.bfloat16, device="meta")
+    operands = linear.Operands(x, weight, None, out, kind)
+    return linear.product_call(operands, target, choose(rows, outputs, inputs, arch))
+
+
+def compile_call(call, arch):
+    names, signature, attributes = call.kernel.arg_names, {}, {}
+    for index, (name, value) in enumerate(zip(names, call.args, strict=False)):
+        tensor = isinstance(value, torch.Tensor)
+        signature[name] = TYPES[value.dtype] if tensor else "i32"
+        if tensor or (name != "M" and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    constants = {name: call.options[name] for name in names[len(call.args) :]}
+    signature |= dict.fromkeys(constants, "constexpr")
+    options = {name: value for name, value in call.options.items() if name not in names}
+    source = ASTSource(fn=call.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(cubin):
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return [int(one) for one in re.search(r"REG:(\d+) STACK:(\d+)", text.stdout).groups()]
+
+
+def order(ptx):
+    """What a kernel does first, by position; -1: never."""
+    marks = {"first_weight": r"ld\.global", "fetch": r"prefetch", "wait": r"griddepcontrol\.wait"}
+    found = {name: re.search(pattern, ptx) for name, pattern in marks.items()}
+    return {name: one.start() if one else -1 for name, one in found.items()}
+
+
+def main():
+    arch, seen = int(sys.argv[1]), set()
+    for shape in SHAPES:
+        for rows in (1, 2, 8, 64):
+            call = call_of(rows, shape, arch)
+            key = (call.kernel.__name__, *sorted(call.options.items()))
+            if key in seen:
+                continue
+            seen.add(key)
+            compiled = compile_call(call, arch)
+            registers, stack = resources(compiled.asm["cubin"])
+            ptx = compiled.asm["ptx"]
+            facts = {"kernel": call.kernel.__name__, "shape": shape, "rows": rows, "registers": registers}
+            facts |= {"stack": stack, "shared": compiled.metadata.shared, "wgmma": "wgmma.mma_async" in ptx}
+            print(json.dumps(facts | {"wide": "v4.b32" in ptx or "cp.async.cg" in ptx} | order(ptx)))
+
+
+if __name__ == "__main__":
+    main()
