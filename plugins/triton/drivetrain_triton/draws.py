@@ -57,7 +57,10 @@ def _allowed(logits, mask, index, inside, MASKED: tl.constexpr):
     return value
 
 
-@triton.jit(do_not_specialize=["tiles", "stream"])
+@triton.jit(
+    do_not_specialize=["tiles", "stream"],
+    do_not_specialize_on_alignment=["temperature", "seed", "position", "sample", "limits", "min_p"],
+)
 def _scan(
     logits,  # [N, V], rows logits_stride apart; with FILTERED keys of the scaled logits, int32
     temperature,
@@ -142,7 +145,7 @@ def _choose(best, tokens, pieces, OFFSET: tl.constexpr, PIECES: tl.constexpr, OV
     tl.store(tokens + row, (lowest(key) + OFFSET).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _scale(
     logits,
     temperature,

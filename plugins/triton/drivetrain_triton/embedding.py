@@ -17,7 +17,7 @@ BLOCK = 1024
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _lookup(
     ids, weight, out, stride, SCALE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):

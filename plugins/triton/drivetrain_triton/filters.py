@@ -122,7 +122,7 @@ def _last_id(
     return tl.max(found, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
 def _limits(
     keys,  # [N, V] int32, of the scaled logits
     temperature,

@@ -113,7 +113,12 @@ def _fill_row(
         tl.store(computed + row, 0, mask=padded)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "token_pieces", "row_pieces"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "token_pieces", "row_pieces"],
+    do_not_specialize_on_alignment=[
+        "rows_of", "start", "token_row", "token_offset", "host_ids", "num_new", "computed", "last_tokens",
+    ],
+)  # fmt: skip
 def _prepare(
     rows_of,
     start,
@@ -155,7 +160,7 @@ def _prepare(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["tokens", "witness", "rows", "packed"])
 def _keep(
     tokens, witness, rows, last_tokens, packed, count, PLACES: tl.constexpr, KEPT: tl.constexpr, OVERLAPS: tl.constexpr
 ):

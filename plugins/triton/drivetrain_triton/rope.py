@@ -40,7 +40,7 @@ def cos_sin(phase):
     return tl.where((turn == 1) | (turn == 2), -cos, cos), tl.where(turn >= 2, -sin, sin)
 
 
-@triton.jit(do_not_specialize=["tokens", "position_stride"])
+@triton.jit(do_not_specialize=["tokens", "position_stride"], do_not_specialize_on_alignment=["positions"])
 def _angles(
     positions,  # [tokens], or three such rows position_stride apart with ROWS = 3
     inv_freq,  # [HALF]
