@@ -84,10 +84,12 @@ def weighted(x, root, weight, OFFSET: tl.constexpr, EARLY: tl.constexpr, DTYPE: 
     x = x * root[:, None]
     if EARLY:
         scale = weight.to(tl.float32)
-        if OFFSET:
+        if OFFSET != 0.0:
             scale = (scale + OFFSET).to(DTYPE).to(tl.float32)
-        return (x.to(DTYPE).to(tl.float32) * scale).to(DTYPE).to(tl.float32)
-    return (x * (weight.to(tl.float32) + OFFSET)).to(DTYPE).to(tl.float32)
+        result = x.to(DTYPE).to(tl.float32) * scale
+    else:
+        result = x * (weight.to(tl.float32) + OFFSET)
+    return result.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
