@@ -9,7 +9,18 @@ import torch
 
 from drivetrain_api.v1 import AttentionBatch, AttentionSpec, AttentionTraits, CacheHandle, Decline, OpTraits, Provided
 
-from .attention_choice import Tiles, decode_tiles, padded, power_of_two, prefill_tiles, refusal, splits_of
+from .attention_choice import (
+    MAX_SPLITS,
+    Tiles,
+    decode_tiles,
+    fetched_ahead,
+    padded,
+    power_of_two,
+    prefill_tiles,
+    refusal,
+    shares_at_once,
+    splits_of,
+)
 from .attention_decode import decode_kernel, merge_kernel
 from .attention_prefill import prefill_kernel
 from .attention_write import write_kernel
@@ -22,8 +33,8 @@ MERGED_AT_ONCE = 16  # a merge of few shares need not hold room for all 64
 class Part:
     """Consecutive rows that one kernel serves: ``tokens`` query tokens from ``base`` on.
 
-    ``partial`` [tokens, heads, splits, DV] and ``lse`` [tokens, heads, splits], float32, where ``splits`` > 1; all
-    layers of the group use them, one after another.
+    ``partial`` [tokens, heads, splits, DV] and ``lse`` [tokens, heads, splits], float32, where ``splits`` > 1, and for
+    decode rows ``arrivals`` [rows, KV heads] int32, zero between kernels; all layers of the group use them in turn.
     """
 
     rows: int
@@ -36,6 +47,7 @@ class Part:
     tables: torch.Tensor
     partial: torch.Tensor | None
     lse: torch.Tensor | None
+    arrivals: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,18 +63,21 @@ class Plan:
 class TritonAttention:
     """attention.paged/1 over strided caches. See ``AttentionSpec`` for the formula.
 
-    Decode rows: one program a KV head, row and share of the row's keys, with shares put together by a second kernel
-    where there are several. Other rows: query tokens and grouped heads as the rows of matrix products.
+    Decode rows: one program a KV head, row and share of the row's keys; the last share to be ready adds them all.
+    Other rows: query tokens and grouped heads as the rows of matrix products, shares put together by a second kernel.
     """
 
     traits = AttentionTraits(lengths="device", row_order="decode_first", graph="one_token")
     programs_wanted = 4  # decode programs a multiprocessor, where keys suffice
+    later = 0  # keys asked for of the row that will take a decode program's place
     prefill_tiles: Tiles | None = None  # instead of the table's, to measure
 
     def __init__(self, spec: AttentionSpec, target: Target) -> None:
         self.spec, self.target = spec, target
         self._group = spec.num_heads // spec.num_kv_heads
         self.decode_tiles = decode_tiles(spec, target)
+        self.early, self.ahead = target.overlaps, fetched_ahead(spec, target)
+        self._arrivals: torch.Tensor | None = None
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
         self._sizes: dict[str, Any] = {
             "D": spec.head_dim,
@@ -71,6 +86,11 @@ class TritonAttention:
             "DV_PAD": padded(spec.v_head_dim),
             "BLOCK_TOKENS": spec.layout.block_tokens,
             "OVERLAPS": target.overlaps,
+        }
+        self._sums: dict[str, Any] = {
+            "GROUP_PAD": power_of_two(self._group),
+            "MOST": MAX_SPLITS,
+            "CHUNK": shares_at_once(spec),
         }
         self._rules: dict[str, Any] = {
             "HEADS": spec.num_heads,
@@ -132,7 +152,15 @@ class TritonAttention:
         """Cut rows until ``programs_wanted`` run. Rows beyond the tokens are padded ones without a token."""
         tiles, wanted = self.decode_tiles, self.programs_wanted * self.target.multiprocessors
         splits = splits_of(rows * self.spec.num_kv_heads, wanted, self._most(batch, tiles, 1))
-        return self._part(batch, 0, rows, 0, rows, tiles, splits)
+        arrivals = self._counters(rows * self.spec.num_kv_heads, batch.lengths_dev.device) if splits > 1 else None
+        return self._part(batch, 0, rows, 0, rows, tiles, splits, arrivals)
+
+    def _counters(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return counters that are zero between kernels; older ones live on in their plans."""
+        if self._arrivals is None or self._arrivals.numel() < count or self._arrivals.device != device:
+            wanted = self.programs_wanted * self.target.multiprocessors
+            self._arrivals = torch.zeros(max(count, wanted), dtype=torch.int32, device=device)
+        return self._arrivals
 
     def _prefill_part(self, batch: AttentionBatch, first: int, base: int, tokens: int) -> Part:
         """One program a multiprocessor fills it; shares only where a few short rows meet many keys."""
@@ -155,7 +183,15 @@ class TritonAttention:
         return tokens // (tiles.block_m // self._group) + rows
 
     def _part(
-        self, batch: AttentionBatch, first: int, rows: int, base: int, tokens: int, tiles: Tiles, splits: int
+        self,
+        batch: AttentionBatch,
+        first: int,
+        rows: int,
+        base: int,
+        tokens: int,
+        tiles: Tiles,
+        splits: int,
+        arrivals: torch.Tensor | None = None,
     ) -> Part:
         partial = lse = None
         if splits > 1:
@@ -173,6 +209,7 @@ class TritonAttention:
             tables=batch.block_table_dev[first:] if first else batch.block_table_dev,
             partial=partial,
             lse=lse,
+            arrivals=arrivals,
         )
 
     def _decode(
@@ -181,14 +218,14 @@ class TritonAttention:
         keys, values = cache.parts  # type: ignore[attr-defined]
         tiles, direct = part.tiles, part.splits == 1
         decode_kernel[(self.spec.num_kv_heads, part.rows, part.splits)](
-            out, out if direct else part.partial, out if direct else part.lse, q, keys, values, part.lengths,
-            part.tables, q if sinks is None else sinks, part.tables.stride(0), q.stride(0), keys.stride(0),
-            values.stride(0), self.spec.scale, self._cap, SINKS=sinks is not None, DIRECT=direct,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, **cache_strides(keys, values), **self._rules, **self._sizes,
-            num_warps=tiles.warps, num_stages=tiles.stages, **self.target.options,
+            out, out if direct else part.partial, out if direct else part.lse, out if direct else part.arrivals, q,
+            keys, values, part.lengths, part.tables, q if sinks is None else sinks, part.tables.stride(0), q.stride(0),
+            keys.stride(0), values.stride(0), self.spec.scale, self._cap,
+            self.programs_wanted * self.target.multiprocessors // self.spec.num_kv_heads, SINKS=sinks is not None,
+            DIRECT=direct, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, EARLY=self.early, AHEAD=self.ahead,
+            LATER=self.later if direct else 0, **cache_strides(keys, values), **self._rules, **self._sums,
+            **self._sizes, num_warps=tiles.warps, num_stages=tiles.stages, **self.target.options,
         )  # fmt: skip
-        if not direct:
-            self._merge(part, out, sinks)
 
     def _prefill(
         self, part: Part, out: torch.Tensor, q: torch.Tensor, cache: CacheHandle, sinks: torch.Tensor | None

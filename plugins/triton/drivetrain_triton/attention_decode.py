@@ -9,11 +9,178 @@ from .attention_tiles import LOG2E, NEVER, block_ids, factor_of, fold, gather, l
 from .overlap import let_next_begin, wait_for_earlier
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
+def ask_ahead(
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    key_stride,
+    value_stride,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    VALUE_TOKEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Ask the second-level cache for one head's keys and values at positions begin .. begin + COUNT - 1, below ``end``.
+
+    All are asked for at once, and nothing is waited for. What is written to them later is seen all the same: that cache
+    is where all writes of the device meet. A head's keys and its values are multiples of 16 bytes.
+    """
+    each = tl.arange(0, 2 * COUNT)
+    at = begin + each // 2
+    wanted = at < end
+    ids = block_ids(table, at, end, BLOCK_TOKENS)
+    inside = at % BLOCK_TOKENS
+    key = (keys + ids * key_stride + inside * KEY_TOKEN).to(tl.int64)
+    value = (values + ids * value_stride + inside * VALUE_TOKEN).to(tl.int64)
+    is_key = each % 2 == 0
+    key_bytes: tl.constexpr = D * keys.dtype.element_ty.primitive_bitwidth // 8
+    value_bytes: tl.constexpr = DV * values.dtype.element_ty.primitive_bitwidth // 8
+    size = tl.where(is_key, key_bytes, value_bytes)
+    asked: tl.constexpr = (
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+    )
+    tl.inline_asm_elementwise(
+        asked, "=r,l,r,r", [tl.where(is_key, key, value), size, wanted.to(tl.int32)], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def ask_later(
+    keys,
+    values,
+    lengths,
+    tables,
+    row,
+    table_stride,
+    key_stride,
+    value_stride,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    VALUE_TOKEN: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """``ask_ahead`` for the first keys of another row, if there is such a row."""
+    if row < tl.num_programs(1):
+        length = tl.load(lengths + row)
+        begin = tl.maximum(length - WINDOW, 0) if WINDOW else length * 0
+        table = tables + row.to(tl.int64) * table_stride
+        ask_ahead(
+            keys, values, table, begin, length, key_stride, value_stride, D, DV, KEY_TOKEN, VALUE_TOKEN, BLOCK_TOKENS,
+            COUNT,
+        )  # fmt: skip
+
+
+@triton.jit
+def write_alone(
+    out,
+    sinks,
+    acc,
+    total,
+    top,
+    row,
+    kv_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Write acc [BLOCK_M, DV] of all keys, divided by total [BLOCK_M]: zero of no keys."""
+    lane, columns = tl.arange(0, BLOCK_M), tl.arange(0, DV_PAD)
+    heads = kv_head * GROUP + lane
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=lane < GROUP, other=0.0).to(tl.float32) * LOG2E
+        total, decay = with_sink(total, top, sink)
+        acc = acc * decay[:, None]
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    at = out + row.to(tl.int64) * (HEADS * DV) + heads[:, None] * DV + columns[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=(lane < GROUP)[:, None] & (columns < DV)[None, :])
+
+
+@triton.jit
+def write_together(
+    out,
+    partial,
+    lse,
+    arrivals,
+    sinks,
+    acc,
+    total,
+    top,
+    row,
+    kv_head,
+    split,
+    used,
+    splits,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Leave one of ``used`` shares; the program that leaves the last adds them all, in their order, and writes out.
+
+    acc [BLOCK_M, DV], total and top [BLOCK_M] of this share, of ``splits`` for which there is room.
+    """
+    lane, columns = tl.arange(0, BLOCK_M), tl.arange(0, DV_PAD)
+    place = ((row * HEADS + kv_head * GROUP + lane) * splits + split).to(tl.int64)
+    tl.store(lse + place, lse_of(total, top), mask=lane < GROUP)
+    mine = (lane < GROUP)[:, None] & (columns < DV)[None, :]
+    tl.store(partial + place[:, None] * DV + columns[None, :], acc / total[:, None], mask=mine)
+    tl.debug_barrier()  # every thread's part is written before the count says so
+    arrived = arrivals + row * (HEADS // GROUP) + kv_head
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == used - 1:
+        tl.store(arrived, 0)
+        group, every = tl.arange(0, GROUP_PAD), tl.arange(0, MOST)
+        heads = kv_head * GROUP + group
+        base = ((row * HEADS + heads) * splits).to(tl.int64)
+        there = (group < GROUP)[:, None] & (every < used)[None, :]
+        peaks = tl.load(lse + base[:, None] + every[None, :], mask=there, other=NEVER, cache_modifier=".cg")
+        level = tl.max(peaks, 1)
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2E
+            level = tl.maximum(level, sink)
+        level = tl.where(level == NEVER, 0.0, level)
+        whole = tl.sum(tl.exp2(peaks - level[:, None]), 1)
+        if SINKS:
+            whole += tl.exp2(sink - level)
+        result = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
+        for start in range(0, used, CHUNK):
+            some = start + tl.arange(0, CHUNK)
+            full = (group < GROUP)[:, None] & (some < used)[None, :]
+            spot = base[:, None] + some[None, :]
+            peak = tl.load(lse + spot, mask=full, other=NEVER, cache_modifier=".cg")
+            parts = tl.load(
+                partial + spot[:, :, None] * DV + columns[None, None, :],
+                mask=full[:, :, None] & (columns < DV)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            result += tl.sum(parts * tl.exp2(peak - level[:, None])[:, :, None], 1)
+        result = result / tl.where(whole == 0.0, 1.0, whole)[:, None]
+        at = out + row.to(tl.int64) * (HEADS * DV) + heads[:, None] * DV + columns[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (columns < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["table_stride", "later"])
 def decode_kernel(
     out,
     partial,
     lse,
+    arrivals,
     q,
     keys,
     values,
@@ -26,8 +193,10 @@ def decode_kernel(
     value_stride,
     scale,
     cap,
+    later,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -41,15 +210,23 @@ def decode_kernel(
     SOFT_CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     DIRECT: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LATER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Grid (KV heads, rows, splits): the GROUP query heads of one KV head against one share of a row's keys.
 
-    DIRECT (one split): writes out [rows, HEADS, DV]. Else partial [rows, HEADS, splits, DV] float32, each share
-    normalised by itself, and lse [rows, HEADS, splits]; -inf where a share is empty, whose partial stays unwritten.
-    Shares are whole tiles: ceil(tiles of the row / splits).
+    Writes out [rows, HEADS, DV]. Shares are whole tiles: ceil(tiles of the row / splits). Unless DIRECT (one split),
+    they meet in partial [rows, HEADS, splits, DV] and lse [rows, HEADS, splits], both float32, and are counted in
+    arrivals [rows, KV heads] int32, zero before and after; programs beyond the shares that a row has end at once.
+
+    EARLY: lengths and tables are read before the wait (see ``overlap``). AHEAD: so many keys of the share are asked
+    for at once, before the wait where EARLY; LATER: and as many of the row ``later`` further on.
     """
     let_next_begin(OVERLAPS)
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -57,18 +234,36 @@ def decode_kernel(
     group = tl.arange(0, BLOCK_M)
     real = group < GROUP
     heads = kv_head * GROUP + group
-    wait_for_earlier(OVERLAPS)
+    if not EARLY:
+        wait_for_earlier(OVERLAPS)
 
     length = tl.load(lengths + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW else length * 0
     first_tile, end_tile = first // BLOCK_N, tl.cdiv(length, BLOCK_N)
-    share = tl.cdiv(end_tile - first_tile, splits)
+    share = tl.maximum(tl.cdiv(end_tile - first_tile, splits), 1)
     begin = first_tile + split * share
     end = tl.minimum(begin + share, end_tile)
     if not DIRECT:
-        if begin >= end:
-            tl.store(lse + (row * HEADS + heads) * splits + split, NEVER, mask=real)
+        if split > 0 and begin >= end:
             return
+
+    table = tables + row.to(tl.int64) * table_stride
+    keys += kv_head * KEY_HEAD
+    values += kv_head * VALUE_HEAD
+    if AHEAD:
+        ask_ahead(
+            keys, values, table, begin * BLOCK_N, tl.minimum(end * BLOCK_N, length), key_stride, value_stride, D, DV,
+            KEY_TOKEN, VALUE_TOKEN, BLOCK_TOKENS, AHEAD,
+        )  # fmt: skip
+    if LATER:
+        ask_later(
+            keys, values, lengths, tables, row + later, table_stride, key_stride, value_stride, D, DV, KEY_TOKEN,
+            VALUE_TOKEN, BLOCK_TOKENS, WINDOW, LATER,
+        )  # fmt: skip
+    at = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+    ids = block_ids(table, at, length, BLOCK_TOKENS)
+    if EARLY:
+        wait_for_earlier(OVERLAPS)
 
     columns = tl.arange(0, D_PAD)
     q_tile = tl.load(
@@ -76,13 +271,8 @@ def decode_kernel(
         mask=real[:, None] & (columns < D)[None, :],
         other=0.0,
     )
-    table = tables + row.to(tl.int64) * table_stride
-    keys += kv_head * KEY_HEAD
-    values += kv_head * VALUE_HEAD
     factor = factor_of(scale, SOFT_CAPPED)
     acc, total, top = nothing_yet(BLOCK_M, DV_PAD)
-    at = begin * BLOCK_N + tl.arange(0, BLOCK_N)
-    ids = block_ids(table, at, length, BLOCK_TOKENS)
     for _ in range(begin, end):
         seen = at < length
         if WINDOW:
@@ -96,18 +286,16 @@ def decode_kernel(
         acc, total, top = fold(acc, total, top, s, v.to(q_tile.dtype), factor, False)
 
     if DIRECT:
-        if SINKS:
-            sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * LOG2E
-            total, decay = with_sink(total, top, sink)
-            acc = acc * decay[:, None]
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        target = out + row.to(tl.int64) * (HEADS * DV) + heads[:, None] * DV
+        write_alone(out, sinks, acc, total, top, row, kv_head, HEADS, GROUP, DV, DV_PAD, BLOCK_M, SINKS)
     else:
-        tl.store(lse + (row * HEADS + heads) * splits + split, lse_of(total, top), mask=real)
-        result = acc / total[:, None]
-        target = partial + ((row * HEADS + heads) * splits + split)[:, None] * DV
-    columns = tl.arange(0, DV_PAD)
-    tl.store(target + columns[None, :], result.to(target.dtype.element_ty), real[:, None] & (columns < DV)[None, :])
+        used = tl.cdiv(end_tile - first_tile, share)
+        if used > 1:
+            write_together(
+                out, partial, lse, arrivals, sinks, acc, total, top, row, kv_head, split, used, splits, HEADS, GROUP,
+                GROUP_PAD, DV, DV_PAD, BLOCK_M, SINKS, MOST, CHUNK,
+            )  # fmt: skip
+        else:
+            write_alone(out, sinks, acc, total, top, row, kv_head, HEADS, GROUP, DV, DV_PAD, BLOCK_M, SINKS)
 
 
 @triton.jit(do_not_specialize=["splits"])

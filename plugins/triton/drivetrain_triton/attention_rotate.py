@@ -24,6 +24,8 @@ class RotateAndWrite:
     rounded to x's dtype as if it ran alone. cos, sin [T, rotary_dim / 2] float32.
     """
 
+    late = True  # decode kernels read lengths and tables before they wait; False only to measure
+
     def __init__(self, norm: RmsNormSpec | None, rope: RopeSpec, attention: AttentionSpec, target: Target) -> None:
         self._target, self._attention = target, attention
         half = rope.rotary_dim // 2
@@ -68,7 +70,7 @@ class RotateAndWrite:
         rotate_kernel[(-(-heads // block_h), tokens)](
             q, x, q if weight is None else weight, cos, sin, keys, values, plan.slots, x.stride(0), keys.stride(0),
             values.stride(0), self._eps, **cache_strides(keys, values), **self._fixed, BLOCK_H=block_h,
-            num_warps=warps, **self._target.options,
+            LATE=self.late, num_warps=warps, **self._target.options,
         )  # fmt: skip
         return q
 

@@ -34,11 +34,14 @@ def write_kernel(
     VALUE_HEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid (tokens): k [T, KV_HEADS, D] and v [T, KV_HEADS, DV], innermost contiguous, to their slots."""
-    let_next_begin(OVERLAPS)
+    """Grid (tokens): k [T, KV_HEADS, D] and v [T, KV_HEADS, DV], innermost contiguous, to their slots.
+
+    The next kernel begins only when those ahead of this one have ended: see ``overlap``.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads, columns, value_columns = tl.arange(0, KV_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     wait_for_earlier(OVERLAPS)
+    let_next_begin(OVERLAPS)
     slot = tl.load(slots + token).to(tl.int64)
     block, inside = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
     mask = (heads < KV_HEADS)[:, None] & (columns < D)[None, :]
@@ -123,14 +126,18 @@ def rotate_kernel(
     VALUE_TOKEN: tl.constexpr,
     VALUE_HEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    LATE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Grid (parts of BLOCK_H heads, tokens): x [T, HEADS + 2 KV_HEADS, D] -> q, and k and v in the cache.
 
     Pair i of the HALF rotated pairs is (PAIR_STEP i, PAIR_STEP i + PAIR_GAP); REST_PAD covers the D - 2 HALF
     dimensions after them, 0 where there are none. Value heads pass as they are.
+
+    LATE: the next kernel begins only when those ahead of this one have ended: see ``overlap``.
     """
-    let_next_begin(OVERLAPS)
+    if not LATE:
+        let_next_begin(OVERLAPS)
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     token = tl.program_id(1).to(tl.int64)
     inside = head < HEADS + 2 * KV_HEADS
@@ -143,6 +150,8 @@ def rotate_kernel(
         weight_a = tl.load(weight + head[:, None] * D + one[None, :], mask=weighed, other=0.0)
         weight_b = tl.load(weight + head[:, None] * D + two[None, :], mask=weighed, other=0.0)
     wait_for_earlier(OVERLAPS)
+    if LATE:
+        let_next_begin(OVERLAPS)
 
     x += token * x_stride
     q += token * (HEADS * D)

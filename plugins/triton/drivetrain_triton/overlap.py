@@ -1,5 +1,11 @@
 """Programmatic dependent launch inside kernels. Every kernel that is launched so waits once, before it reads what
-another kernel wrote and before it writes at all: all kernels ahead of it have then ended, in order."""
+another kernel wrote and before it writes at all: all kernels ahead of it have then ended, in order.
+
+A kernel may begin when all programs of the one directly ahead have called ``let_next_begin`` or ended, and that one may
+have begun early too: nothing at all is then known to have ended. Kernels that write a step's keys and values are the
+exception: they call it after their own wait. What was there before such a kernel (a step's lengths and block tables,
+the keys of earlier steps) is therefore complete when any kernel after it begins. Decode kernels use that: they read
+lengths and tables before their wait, and ask the second-level cache for keys, which it keeps up to date by itself."""
 
 from __future__ import annotations
 

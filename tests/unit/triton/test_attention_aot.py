@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from drivetrain_api.v1 import AttentionSpec, CacheLayout, CachePart, CacheSpec
-from drivetrain_triton.attention_choice import decode_tiles, prefill_tiles
+from drivetrain_triton.attention_choice import MAX_SPLITS, decode_tiles, fetched_ahead, prefill_tiles, shares_at_once
 from drivetrain_triton.attention_decode import decode_kernel, merge_kernel
 from drivetrain_triton.attention_prefill import prefill_kernel
 from drivetrain_triton.attention_write import rotate_kernel, write_kernel
@@ -27,7 +27,7 @@ from drivetrain_triton.target import Target
 arch, shared, size = (int(word) for word in sys.argv[1:])
 FLOATS = {name: "*bf16" for name in "out q x k v weight keys values sinks".split()}
 WIDE = {name: "*fp32" for name in "partial lse cos sin".split()}
-INTS = {name: "*i32" for name in "lengths query_start tables slots".split()}
+INTS = {name: "*i32" for name in "lengths query_start tables slots arrivals".split()}
 NUMBERS = {"scale": "fp32", "cap": "fp32", "eps": "fp32"}
 TYPES = FLOATS | WIDE | INTS | NUMBERS
 PLAIN = {"rows", "base", "tiles", "table_stride", "splits", *NUMBERS}
@@ -63,13 +63,18 @@ def measure(name, kernel, constants, warps, stages):
     print(json.dumps({
         "name": name, "registers": registers, "stack": stack, "shared": made.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"), "copies": ptx.count("cp.async.cg"), "waits": "griddepcontrol" in ptx,
+        "asks": ptx.count("prefetch.L2"),
     }))
 
 
 tiles = decode_tiles(spec, target)
 for direct in (True, False):
-    fixed = sizes | rules | {"DIRECT": direct, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    fixed = sizes | rules | {"DIRECT": direct, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP_PAD": 4}
+    fixed |= {"MOST": MAX_SPLITS, "CHUNK": shares_at_once(spec), "EARLY": target.overlaps, "LATER": 0}
+    fixed |= {"AHEAD": fetched_ahead(spec, target)}
     measure(f"decode, direct {direct}", decode_kernel, fixed, tiles.warps, tiles.stages)
+    if direct and target.overlaps:
+        measure("decode, later rows", decode_kernel, fixed | {"LATER": 64}, tiles.warps, tiles.stages)
 for queries in (4, 16, 4096):
     tiles = prefill_tiles(spec, target, queries)
     fixed = sizes | rules | {"CAUSAL": True, "DIRECT": True, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
@@ -77,7 +82,7 @@ for queries in (4, 16, 4096):
     measure(f"prefill of {queries}", prefill_kernel, fixed, tiles.warps, tiles.stages)
 measure("merge", merge_kernel, sizes | rules | {"SPLITS_PAD": 64}, 4, 3)
 heads = {"HEADS": 32, "KV_HEADS": 8, "KV_PAD": 8, "HALF": size // 2, "HALF_PAD": size // 2, "REST_PAD": 0,
-         "PAIR_STEP": 1, "PAIR_GAP": size // 2, "NORM": True, "OFFSET": 0.0, "EARLY": False}
+         "PAIR_STEP": 1, "PAIR_GAP": size // 2, "NORM": True, "OFFSET": 0.0, "EARLY": False, "LATE": True}
 measure("write", write_kernel, sizes | heads, 4, 3)
 measure("rotate of few", rotate_kernel, sizes | heads | {"BLOCK_H": 4}, 1, 3)
 measure("rotate of many", rotate_kernel, sizes | heads | {"BLOCK_H": 16}, 4, 3)
@@ -95,13 +100,14 @@ def compiled(arch, size):
 @pytest.mark.parametrize(("arch", "size"), [(80, 128), (90, 128), (100, 128), (90, 64)])
 def test_resources(arch, size):
     kernels = compiled(arch, size)
-    assert len(kernels) == 9
+    assert len(kernels) == (10 if arch >= 90 else 9)
     for kernel in kernels:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= SHARED[arch], kernel
         assert kernel["waits"] is (arch >= 90), kernel
         if kernel["name"].startswith(("decode", "prefill")):
             assert kernel["copies"] > 0, kernel
+        assert (kernel["asks"] > 0) is (kernel["name"].startswith("decode") and arch >= 90), kernel
         if kernel["name"] in ("prefill of 16", "prefill of 4096") and arch == 90:
             assert kernel["wgmma"] > 0, kernel
     if arch == 90:
