@@ -10,6 +10,7 @@ order and draws tokens. A plan is submitted twice: ``forward`` at once, ``sample
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from drivetrain.params import GenerateRequest, StepOutputs
 from drivetrain.sched.grammar import GrammarSession
 from drivetrain.sched.plan import StepPlan
 from drivetrain.sched.scheduler import Scheduler, SchedulerStats
+
+LATER_SHARE = 0.05
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ class Loop:
         self.depth = depth
         self._flights: deque[Flight] = deque()
         self._steps = 0
+        self._put_off = True
+        self._later_at = 0.0
 
     def submit(self, request: GenerateRequest, grammar: GrammarSession | None = None) -> None:
         """Queue a request. RequestError when it can never be served; nothing else is disturbed."""
@@ -61,7 +66,22 @@ class Loop:
             self._sample_late()
             outputs = (*outputs, self._commit_oldest())
             self._sample_late()
+            if self._put_off:
+                self._work_off()
         return outputs
+
+    def idle(self) -> bool:
+        """Called when there is no work: do one piece of what was put off. Returns whether there may be more."""
+        self._put_off = self._put_off and self.executor.later()
+        return self._put_off
+
+    def _work_off(self) -> None:
+        """The same between steps, for at most ``LATER_SHARE`` of the time."""
+        begin = time.perf_counter()
+        if begin >= self._later_at:
+            self.idle()
+            end = time.perf_counter()
+            self._later_at = end + (end - begin) / LATER_SHARE
 
     def _submit(self, plan: StepPlan) -> None:
         self.executor.forward(plan)

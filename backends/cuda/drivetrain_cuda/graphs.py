@@ -41,8 +41,16 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device=device)
 
     def capture(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Record on a stream of its own; other threads may use the device meanwhile."""
+        """Record on a stream of its own, beside whatever runs; other threads may use the device meanwhile.
+
+        ``torch.cuda.graph`` would wait for the device, collect garbage and empty the cache first: too long a pause
+        between two steps, and nothing here needs it.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = run()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
         return CudaGraph(graph), result

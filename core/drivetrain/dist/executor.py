@@ -34,5 +34,9 @@ class Executor(Protocol):
         A plan whose late rows have not all been sampled is not complete, whatever ``wait`` says.
         """
 
+    def later(self) -> bool:
+        """Do one piece of work that was put off at the start, without waiting for the device. Returns whether there was
+        any."""
+
     def close(self) -> None:
         """Forget what is in flight and free the device's memory."""

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from drivetrain.errors import ConfigError
 from drivetrain.runner.caches import recycles
+from drivetrain.runner.dummies import capture_missing
 
 if TYPE_CHECKING:
     from drivetrain.models.step import Carry
@@ -23,6 +25,7 @@ class InlineExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.poll = runner.poll
+        self.later = partial(capture_missing, runner)
         self.close = runner.close
 
     def forward(self, plan: StepPlan) -> None:
@@ -124,6 +127,10 @@ class StagedExecutor:
                 result = failed  # what failed first; later stages only missed its carry
         self._items.popleft()
         return result
+
+    def later(self) -> bool:
+        """Nothing is put off: stages capture no graphs."""
+        return False
 
     def close(self) -> None:
         """Close every stage."""

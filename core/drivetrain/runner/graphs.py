@@ -7,6 +7,7 @@ decode is two launches and one copy to the host; only a change of the batch's ro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 FED = "fed"
 EACH_UP_TO = 8
+WANTED = 64  # plans that are remembered
+WASTE = 1.5  # a larger bucket serves while it is at most so much larger; beyond, an eager step is sooner done
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,6 +86,7 @@ class DecodeGraphs:
         self._widths = tuple(widths)
         self._sampler = sampler
         self._captured: dict[int, Captured] = {}
+        self._wanted: list[int] = []  # row counts of late plans that found no fitting bucket
         self._facts = DELTA if any(rope.sections for rope in getattr(passes.decoder.spec, "ropes", ())) else 0
 
     @property
@@ -96,7 +100,22 @@ class DecodeGraphs:
         if not self._captured or plan.num_decode != plan.num_rows or plan.num_rows == 0 or special:
             return None
         best = min((rows for rows in self._captured if rows >= plan.num_rows), default=None)
-        return None if best is None else self._captured[best]
+        if best is not None and best == self._bucket(plan.num_rows):
+            return self._captured[best]
+        self._wanted = [*self._wanted[1 - WANTED :], plan.num_rows]
+        return self._captured[best] if best is not None and best <= WASTE * plan.num_rows else None
+
+    def _bucket(self, rows: int) -> int:
+        """The bucket that such a plan is meant for; 0 where it is larger than all."""
+        return next((bucket for bucket in self.buckets if bucket >= rows), 0)
+
+    def missing(self) -> int:
+        """Return the bucket to capture next, the one that plans have missed most of late; 0 when all are there."""
+        counts = Counter(bucket for rows in self._wanted if (bucket := self._bucket(rows)) not in self._captured)
+        counts.pop(0, None)
+        if counts:
+            return counts.most_common(1)[0][0]
+        return next((bucket for bucket in self.buckets if bucket not in self._captured), 0)
 
     def capture_shape(self, rows: int) -> BatchShape:
         """Return the shape at which the bucket of ``rows`` is captured."""
@@ -155,6 +174,10 @@ class DecodeGraphs:
         """Upload the rows anew with every bucket's next step: an upload may not have come."""
         for captured in self._captured.values():
             captured.rows = np.zeros((2, 0), np.int32)
+
+    def give_up(self) -> None:
+        """Capture no more."""
+        self.buckets = tuple(self._captured)
 
     def close(self) -> None:
         """Release every graph."""

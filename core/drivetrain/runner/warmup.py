@@ -12,6 +12,8 @@ import numpy as np
 from drivetrain.errors import DeviceError
 from drivetrain.params import MAX_LOGPROBS
 from drivetrain.runner.batch import StepLimits
+from drivetrain.runner.dummies import capture_plan, decode_plan, dummy_plan, prefill_plan
+from drivetrain.runner.graphs import EACH_UP_TO
 from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, POOLING, TOP_K, TOP_P
 from drivetrain.sched.plan import BlockCopy, EmbedRun, LateInput, PositionRun, RowStart, StateExport, StepPlan
 
@@ -44,8 +46,8 @@ class Variant:
 
 
 def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = None) -> WarmUp:
-    """Measure the largest step, run every shape of a policy of fixed shapes, capture graphs, declare
-    readiness.
+    """Measure the largest step, run every shape of a policy of fixed shapes, capture graphs (of dynamic shapes the
+    small buckets; ``Runner.later`` adds the others), declare readiness.
 
     ``largest_tokens``: measure with a step of this many query tokens where the limit's own would take too
     long (dynamic shapes only). DeviceError when a dummy step fails: the engine could not serve that shape.
@@ -62,8 +64,9 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
             for variant in variants(runner):
                 run_dummy(runner, plan, variant)
                 steps += 1
-        for rows in runner.graphs.buckets:
-            plan = decode_plan(runner, rows, 1)
+        dynamic = backend.shapes.dynamic
+        for rows in (b for b in runner.graphs.buckets if b <= EACH_UP_TO or not dynamic):
+            plan = capture_plan(runner, rows)
             runner.capture(plan)
             run_dummy(runner, plan, Variant())
     finally:
@@ -212,34 +215,4 @@ def verify_plan(runner: Runner, rows: int, tokens: int, longest: int) -> StepPla
         return replace(plan, num_verify=1) if tokens <= runner.config.max_drafts + 1 else None
     rest = prefill_plan(runner, rows - 1, tokens - 1, longest)
     counts = np.concatenate((np.ones(1, np.int32), rest.num_new))
-    return replace(_dummy(runner, counts, np.maximum(counts, longest), 0), num_verify=1)
-
-
-def prefill_plan(runner: Runner, rows: int, tokens: int, longest: int) -> StepPlan:
-    """Return a dummy plan of ``rows`` prompts that share ``tokens`` query tokens; bounds are ``longest`` or
-    more."""
-    rows = min(rows, tokens)
-    counts = np.full(rows, tokens // rows, np.int32)
-    counts[: tokens % rows] += 1
-    return _dummy(runner, counts, np.maximum(counts, longest), 0)
-
-
-def decode_plan(runner: Runner, rows: int, longest: int) -> StepPlan:
-    """Return a dummy plan of ``rows`` decode rows whose bound is ``longest`` tokens."""
-    return _dummy(runner, np.ones(rows, np.int32), np.full(rows, longest, np.int32), rows)
-
-
-def _dummy(runner: Runner, counts: np.ndarray, bounds: np.ndarray, num_decode: int) -> StepPlan:
-    rows = len(counts)
-    return StepPlan(
-        plan_id=-1,
-        rows=np.full(rows, runner.tables.padding_row, np.int32),
-        epochs=np.zeros(rows, np.int32),
-        num_new=counts,
-        start=np.zeros(rows, np.int32),
-        bounds=bounds.astype(np.int32),
-        sample=np.ones(rows, bool),
-        num_decode=num_decode,
-        prompt_ids=np.zeros(int(counts.sum()), np.int32),
-        dummy=True,
-    )
+    return replace(dummy_plan(runner, counts, np.maximum(counts, longest), 0), num_verify=1)

@@ -77,13 +77,15 @@ class Driver:
         self._next_beat = 0.0
         self._was_busy = True
         self._stopped = False
+        self._idle: Callable[[], bool] = getattr(loop, "idle", lambda: False)
 
     def run(self) -> None:
         """Serve. Returns when told to stop; an exception out of a step passes through."""
         while not self._stopped:
             busy = self._loop.has_work()
             self._beat(busy)
-            self._take_messages(0.0 if busy else self._beat_seconds)
+            more = not busy and self._idle()
+            self._take_messages(0.0 if busy or more else self._beat_seconds)
             if self._loop.has_work():
                 self._step()
 

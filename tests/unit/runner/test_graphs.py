@@ -11,6 +11,7 @@ from drivetrain.models.families import read_spec
 from drivetrain.models.source import resolve
 from drivetrain.ops import Ops
 from drivetrain.runner.batch import step_limits
+from drivetrain.runner.dummies import capture_missing, capture_plan
 from drivetrain.runner.graphs import graph_buckets
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.warmup import warm_up
@@ -68,6 +69,28 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(checkpoint, kind: str) -> 
     assert len(replayed) > 20, "steady decode must have been replayed"
     runner.close()
     assert runner.graphs.count == 0
+
+
+def test_large_buckets_are_captured_later_those_first_that_plans_missed(checkpoint) -> None:
+    runner = real_runner(checkpoint, device("mirage", native=True), max_num_seqs=20, depth=2)
+    warm_up(runner, step_limits(runner.backend.shapes, 20, 48))
+    assert runner.graphs.buckets == (1, 20) and runner.graphs.count == 1
+    assert runner.graphs.find(capture_plan(runner, 1)) is not None
+    assert runner.graphs.find(capture_plan(runner, 19)) is None and runner.graphs.missing() == 20
+    assert capture_missing(runner) and runner.graphs.count == 2
+    assert runner.graphs.find(capture_plan(runner, 19)) is not None
+    assert not capture_missing(runner)
+    runner.close()
+
+
+def test_a_capture_that_fails_leaves_its_steps_eager(checkpoint, caplog) -> None:
+    runner = real_runner(checkpoint, device("mirage", native=True), max_num_seqs=20, depth=2)
+    warm_up(runner, step_limits(runner.backend.shapes, 20, 48))
+    runner.graphs.capture = lambda plan, batch: 1 / 0
+    assert capture_missing(runner) and not capture_missing(runner)
+    assert "could not be captured" in caplog.text and runner.graphs.count == 1
+    assert len(serve(runner, 2)) == 7
+    runner.close()
 
 
 def test_without_capture_every_step_is_eager(checkpoint) -> None:

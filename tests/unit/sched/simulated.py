@@ -327,6 +327,9 @@ class SimulatedRunner:
             result.tokens[i, 0], result.counts[i] = token, 0 if result.failure else 1
             state["last"] = [token]
 
+    def later(self) -> bool:
+        return False
+
     def poll(self, wait: bool) -> StepResult | None:
         if not self.results:
             return None

@@ -126,6 +126,9 @@ class Counting:
     def sample(self, plan_id: int, late: object) -> None:
         pass
 
+    def later(self) -> bool:
+        return False
+
     def poll(self, wait: bool) -> StepResult:
         return self.results.popleft()
 

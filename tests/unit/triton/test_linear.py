@@ -14,14 +14,19 @@ from drivetrain_triton.target import INTERPRETER
 
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 ROW = Tiles("rows", 1, 8, 64)
-DOT = Tiles("dot", 16, 16, 64, stages=3)
+FRAGMENTS = Tiles("fragments", 8, 16, 128, warps=2)
+WALK = Tiles("walk", 16, 16, 64, programs=5, stages=3)
 VARIANTS = {
-    "rows, once": dataclasses.replace(ROW, block_k=256),
+    "rows, at once": dataclasses.replace(ROW, block_k=256),
     "rows": ROW,
-    "dot": DOT,
-    "dot, tokens first": dataclasses.replace(DOT, weight_first=False),
-    "dot, split in 3": dataclasses.replace(DOT, split=3),
-    "dot, split in 7": dataclasses.replace(DOT, split=7, block_n=32),
+    "fragments": FRAGMENTS,
+    "fragments, low panels": dataclasses.replace(FRAGMENTS, block_m=16, block_n=8),
+    "fragments, wide": dataclasses.replace(FRAGMENTS, block_m=16, block_n=32, block_k=64, warps=1),
+    "walk": WALK,
+    "walk, tokens first": dataclasses.replace(WALK, weight_first=False),
+    "walk, a panel a program": dataclasses.replace(WALK, programs=3),
+    "walk, shares within panels": dataclasses.replace(WALK, programs=11, block_n=32),
+    "walk, one program": dataclasses.replace(WALK, programs=1),
 }
 
 
@@ -132,7 +137,7 @@ def test_rows_far_apart(name):
 
 
 def test_counts_return_to_zero_and_no_rows_are_no_launch():
-    tiles = VARIANTS["dot, split in 3"]
+    tiles = VARIANTS["walk, shares within panels"]
     x, weight = normal(20, 256, dtype=torch.bfloat16), normal(40, 256, dtype=torch.bfloat16)
     first = linear.small_linear(x, weight, None, torch.float32, INTERPRETER, tiles)
     assert not linear.prepare(x.device).arrivals.any()
@@ -141,10 +146,12 @@ def test_counts_return_to_zero_and_no_rows_are_no_launch():
 
 
 def test_what_does_not_fit_is_refused():
-    weight = torch.empty(32768, 16)
+    weight = torch.empty(65536, 16)
     with pytest.raises(ValueError, match="scratch"):
-        tiles = Tiles("dot", 64, 64, 16, split=8)
+        tiles = Tiles("walk", 64, 64, 16, programs=4096)
         linear.small_linear(torch.empty(64, 16), weight, None, torch.float32, INTERPRETER, tiles)
+    for tiles in (Tiles("rows", 2, 8, 64), Tiles("fragments", 8, 8, 128), Tiles("fragments", 8, 16, 64)):
+        assert not linear_tiles.fits(tiles, 3, 64, 128)
     with pytest.raises(ValueError, match="no gated activation"):
         linear.small_gated(torch.empty(1, 16), weight, "relu", INTERPRETER)
 
@@ -161,7 +168,13 @@ def test_the_table_always_fits():
         for rows in (1, 2, 3, 8, 17, 33, 64, 128, 256):
             for size in (2, 4):
                 tiles = linear_tiles.choose(rows, outputs, inputs, 90, size)
-                assert linear_tiles.fits(tiles, rows, outputs)
-                assert tiles.way == "dot" or tiles.block_m >= rows
-                assert linear_tiles.chunks(tiles, inputs, size, 90, True) * tiles.chunk == tiles.ahead
-                assert linear_tiles.chunks(tiles, inputs, size, 80, True) == 0
+                assert linear_tiles.fits(tiles, rows, outputs, inputs)
+                assert tiles == linear_tiles.choose(linear_tiles.bucket(rows), outputs, inputs, 90, size)
+
+
+def test_a_measurement_overrules(monkeypatch):
+    linear_tiles.choose.cache_clear()
+    monkeypatch.setitem(linear_tiles.MEASURED, (40, 256), {8: FRAGMENTS})
+    assert linear_tiles.choose(5, 40, 256, 90) is FRAGMENTS
+    assert linear_tiles.choose(5, 40, 256, 90, 4) is not FRAGMENTS and linear_tiles.choose(9, 40, 256, 90) != FRAGMENTS
+    linear_tiles.choose.cache_clear()

@@ -1,0 +1,66 @@
+"""Dummy plans: steps of the padding row, whose tokens go to the null block, for warming up and capture."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from drivetrain.sched.plan import StepPlan
+
+if TYPE_CHECKING:
+    from drivetrain.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+def capture_plan(runner: Runner, rows: int) -> StepPlan:
+    """Return the dummy plan by which a bucket is captured: its bounds are the most that can come."""
+    return decode_plan(runner, rows, runner.config.max_model_len)
+
+
+def capture_missing(runner: Runner) -> bool:
+    """Capture one bucket that is still missing. Returns whether there was any. Never waits for the device; when a
+    capture fails its steps stay eager, and no other is tried."""
+    rows = runner.graphs.missing()
+    if not rows:
+        return False
+    try:
+        runner.capture(capture_plan(runner, rows))
+    except Exception as error:
+        logger.error("steps of %d rows could not be captured; they run eagerly", rows, exc_info=error)
+        runner.graphs.give_up()
+    return True
+
+
+def prefill_plan(runner: Runner, rows: int, tokens: int, longest: int) -> StepPlan:
+    """Return a dummy plan of ``rows`` prompts that share ``tokens`` query tokens; bounds are ``longest`` or
+    more."""
+    rows = min(rows, tokens)
+    counts = np.full(rows, tokens // rows, np.int32)
+    counts[: tokens % rows] += 1
+    return dummy_plan(runner, counts, np.maximum(counts, longest), 0)
+
+
+def decode_plan(runner: Runner, rows: int, longest: int) -> StepPlan:
+    """Return a dummy plan of ``rows`` decode rows whose bound is ``longest`` tokens."""
+    return dummy_plan(runner, np.ones(rows, np.int32), np.full(rows, longest, np.int32), rows)
+
+
+def dummy_plan(runner: Runner, counts: np.ndarray, bounds: np.ndarray, num_decode: int) -> StepPlan:
+    """Return a dummy plan of rows with ``counts`` query tokens and ``bounds`` on their lengths; the first
+    ``num_decode`` decode."""
+    rows = len(counts)
+    return StepPlan(
+        plan_id=-1,
+        rows=np.full(rows, runner.tables.padding_row, np.int32),
+        epochs=np.zeros(rows, np.int32),
+        num_new=counts,
+        start=np.zeros(rows, np.int32),
+        bounds=bounds.astype(np.int32),
+        sample=np.ones(rows, bool),
+        num_decode=num_decode,
+        prompt_ids=np.zeros(int(counts.sum()), np.int32),
+        dummy=True,
+    )
