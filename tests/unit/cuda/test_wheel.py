@@ -1,0 +1,164 @@
+"""The CUDA wheel without a card: its hooks, the driver's answers, what it claims, products that run anywhere."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from drivetrain_api.v1 import (
+    AddRmsNormSpec,
+    ConfigView,
+    Decline,
+    DeviceRecord,
+    GatedActivationSpec,
+    LinearSpec,
+    LogprobsSpec,
+    PlanSummary,
+    QuantSpec,
+    Unavailable,
+)
+from drivetrain_cuda import driver
+from drivetrain_cuda.plugin import plugin
+from drivetrain_triton.target import Target
+
+SM90 = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=227 << 10, overlaps=True)
+
+
+class FakeDriver:
+    """libcuda's functions, with the cards that a test wants: (name, bytes, major, minor)."""
+
+    def __init__(self, cards=(), fails=()):
+        self.cards, self.fails = cards, dict(fails)
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            return lambda *given: 0
+        return lambda *given: self.fails.get(name) or getattr(self, "_" + name)(*given)
+
+    def _cuDeviceGetCount(self, count):
+        count._obj.value = len(self.cards)
+        return 0
+
+    def _cuDeviceGet(self, device, index):
+        device._obj.value = index
+        return 0
+
+    def _cuDeviceGetName(self, name, size, device):
+        name.value = self.cards[device.value][0].encode()
+        return 0
+
+    def _cuDeviceTotalMem_v2(self, memory, device):
+        memory._obj.value = self.cards[device.value][1]
+        return 0
+
+    def _cuDeviceGetAttribute(self, value, number, device):
+        value._obj.value = self.cards[device.value][2 if number == driver.MAJOR else 3]
+        return 0
+
+    def _cuGetErrorString(self, code, text):
+        text._obj.value = b"no CUDA-capable device is detected"
+        return 0
+
+
+def loading(monkeypatch, found):
+    def load(name):
+        if found is None:
+            raise OSError(name)
+        return found
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+
+
+def test_without_a_driver_it_says_so(monkeypatch):
+    loading(monkeypatch, None)
+    answer = plugin.probe()
+    assert isinstance(answer, Unavailable) and "libcuda" in answer.reason and "driver" in answer.fix
+
+
+def test_a_driver_that_shows_no_card_is_told_apart(monkeypatch):
+    loading(monkeypatch, FakeDriver(fails={"cuInit": driver.NO_DEVICE}))
+    answer = plugin.probe()
+    assert "no CUDA-capable device" in answer.reason and "CUDA_VISIBLE_DEVICES" in answer.fix
+
+
+def test_cards_are_listed_as_the_driver_shows_them(monkeypatch):
+    loading(monkeypatch, FakeDriver([("Big", 141 << 30, 9, 0), ("Old", 16 << 30, 7, 5), ("Small", 24 << 30, 8, 6)]))
+    found = plugin.probe()
+    assert [(r.index, r.name, r.memory_bytes, r.architecture) for r in found] == [
+        (0, "Big", 141 << 30, "sm_90"),
+        (2, "Small", 24 << 30, "sm_86"),
+    ]
+    assert all(isinstance(r, DeviceRecord) and r.uuid.startswith("GPU-0000") for r in found)
+
+
+def test_cards_that_are_too_old_are_named(monkeypatch):
+    loading(monkeypatch, FakeDriver([("Old", 16 << 30, 7, 5)]))
+    answer = plugin.probe()
+    assert isinstance(answer, Unavailable) and "Old (7.5)" in answer.reason
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_torch_without_cuda_is_refused_with_the_way_out():
+    with pytest.raises(RuntimeError, match="built without CUDA; install a CUDA build"):
+        plugin.create([0], ConfigView())
+
+
+def providers():
+    from drivetrain_cuda.ops import Providers
+
+    return Providers(target=SM90)
+
+
+def linear(**more):
+    return LinearSpec(**{"dtype": "bfloat16", "in_features": 64, "out_features": 96, "role": "gate_up"} | more)
+
+
+def test_products_are_provided_and_others_declined_with_a_reason():
+    given = providers()
+    assert given.provide(linear()).label.startswith("native")
+    assert "int4" in given.provide(linear(quant=QuantSpec(scheme="int4", bits=4))).reason
+    assert "float32 rows times bfloat16 weights" in given.provide(linear(activations="float32")).reason
+    assert isinstance(given.provide(LogprobsSpec(dtype="float32", vocabulary=100)), Decline)
+    norm = given.provide(AddRmsNormSpec(dtype="bfloat16", size=64, eps=1e-6))
+    assert norm.label.startswith("shared") and norm.traits.graph == "any"
+
+
+def test_the_gated_product_is_claimed_whole_or_not_at_all():
+    given, gated = providers(), GatedActivationSpec(dtype="bfloat16", size=48, kind="silu")
+    assert given.fuse((linear(), gated)).count == 2
+    assert given.fuse((linear(quant=QuantSpec(scheme="int4", bits=4)), gated)) is None
+    assert given.fuse((linear(), GatedActivationSpec(dtype="float32", size=48, kind="silu"))) is None
+    assert given.fuse((linear(), linear())) is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_many_rows_take_the_library_and_bytes_are_exact(bias, tied):
+    spec = linear(dtype="float32", bias=bias, tied=tied)
+    made = providers().provide(spec).implementation
+    weight, offset = torch.randn(96, 64), torch.randn(96) if bias else None
+    packed = made.pack(weight, offset)
+    held = (0 if tied else weight.nbytes) + (offset.nbytes if bias else 0)
+    assert packed.nbytes == made.packed_bytes(spec) == held
+    x = torch.randn(200, 64)
+    wanted = x @ weight.t() + (offset if bias else 0)
+    assert torch.allclose(made.apply(x, packed), wanted, atol=1e-4) and made.unpack(packed) is weight
+
+
+def test_settings_that_can_not_run_are_named():
+    from drivetrain_cuda.backend import validate
+
+    plan = PlanSummary(
+        model_type="decoder",
+        dtype="float64",
+        cache_dtype="float64",
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        max_model_len=1,
+        block_tokens=16,
+        deterministic=False,
+        tensor_parallel=2,
+    )
+    assert [p.setting for p in validate(plan)] == ["dtype", "tensor_parallel_size"]
