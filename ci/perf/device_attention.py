@@ -1,19 +1,21 @@
 """Paged attention on a device: checked against float64, then timed in graphs over caches larger than its L2.
 
-python ci/perf/device_attention.py --json FILE [--only check,decode,prefill,rotate] [--shapes A,C]
+python ci/perf/device_attention.py --json FILE [--only check,decode,carveout,prefill,rotate] [--shapes A,C]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,18 +40,47 @@ from drivetrain_api.v1 import (  # noqa: E402  # noqa: E402
 )
 from drivetrain_triton.attention import TritonAttention  # noqa: E402
 from drivetrain_triton.attention_choice import Tiles, prefill_tiles  # noqa: E402
+from drivetrain_triton.attention_decode import decode_kernel  # noqa: E402
 from drivetrain_triton.attention_rotate import RotateAndWrite  # noqa: E402
+from drivetrain_triton.attention_write import rotate_kernel  # noqa: E402
 from drivetrain_triton.target import Target  # noqa: E402
 
 SHAPES = {"A": (32, 8, 128), "C": (16, 8, 128)}
-# (BLOCK_N, warps, stages, programs wanted a multiprocessor); the first is the table's.
+
+
+@dataclass(frozen=True)
+class Variant:
+    """(BLOCK_N, warps, stages, programs wanted a multiprocessor), keys asked for ahead, keys of the row that comes
+    later, whether lengths and tables are read before the wait, and whether the kernel ahead then lets it begin late."""
+
+    tiles: tuple[int, int, int, int] = (64, 4, 2, 4)
+    ahead: int = 128
+    later: int = 0
+    early: bool = True
+
+    def __str__(self) -> str:
+        marks = [f"+{self.ahead}"] if self.ahead else []
+        marks += [f"L{self.later}"] if self.later else []
+        return "/".join(map(str, self.tiles)) + "".join(marks) + ("" if self.early else "w")
+
+
 DECODE = [
-    (64, 4, 3, 4), (64, 4, 2, 4), (64, 4, 4, 4), (128, 4, 2, 4),
-    (64, 2, 3, 4), (32, 4, 4, 4), (64, 4, 3, 2), (64, 4, 3, 8),
+    Variant(), Variant(ahead=0, early=False), Variant(ahead=0), Variant(ahead=64), Variant(ahead=256),
+    Variant(later=64), Variant(ahead=64, later=256), Variant(tiles=(32, 4, 4, 4)),
+    Variant(tiles=(32, 4, 4, 4), later=64), Variant(tiles=(32, 4, 3, 4)), Variant(tiles=(32, 2, 3, 4)),
+    Variant(tiles=(32, 1, 3, 8)), Variant(tiles=(128, 4, 2, 4)), Variant(tiles=(128, 8, 2, 4)),
+    Variant(tiles=(64, 4, 2, 2)), Variant(tiles=(64, 4, 3, 4)), Variant(tiles=(64, 4, 2, 1)),
 ]  # fmt: skip
 # (BLOCK_M, BLOCK_N, warps, stages); None: the table's.
-PREFILL = [None, (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 32, 8, 4)]
-DECODE_POINTS = [*product((1, 8, 64, 256), (208, 1024, 8192)), (1, 100_000)]
+PREFILL = [
+    None, (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 6), (128, 128, 8, 3), (64, 64, 4, 4), (64, 128, 4, 3),
+    (64, 32, 4, 5), (128, 32, 8, 6), (256, 64, 8, 3),
+]  # fmt: skip
+# (rows, length, the bound by which shares are chosen, as in a captured graph)
+DECODE_POINTS = [
+    (1, 208, 208), (1, 208, 4096), (8, 208, 208), (8, 208, 4096), (64, 208, 208), (256, 208, 208), (256, 1024, 1024),
+    (1, 8192, 8192), (1, 100_000, 100_000),
+]  # fmt: skip
 # (rows, length, queries)
 PREFILL_POINTS = [(16, 4096, 4096), (1, 100_000, 8192), (1, 4112, 16), (64, 1024, 4)]
 BLOCK, L2_BYTES, WORKERS = 16, 150 << 20, 12
@@ -205,8 +236,8 @@ def check_all(results: list[dict], part: slice = slice(None)) -> None:
         print(f"{'ok  ' if results[-1]['ok'] else 'BAD '} {name:28s} {dtype:9s} {error:.1e}", flush=True)
 
 
-def graph_time(layers: list[Callable[[], Tensor]], repeats: int = 7) -> float:
-    """Return the median seconds of one call, from a graph of one call a layer."""
+def graph_time(layers: list[Callable[[], Tensor]], repeats: int = 7) -> tuple[float, Tensor]:
+    """Return the median seconds of one call, from a graph of one call a layer, and the last call's result."""
     for run in layers[:2]:
         run()
     torch.cuda.synchronize()
@@ -222,8 +253,7 @@ def graph_time(layers: list[Callable[[], Tensor]], repeats: int = 7) -> float:
         end.synchronize()
         if number >= 2:
             times.append(begin.elapsed_time(end) / 1e3 / len(layers))
-    del kept
-    return statistics.median(times)
+    return statistics.median(times), kept[-1].clone()
 
 
 def layers_of(spec: AttentionSpec, pool: torch.Tensor, blocks: int) -> list[Cache]:
@@ -232,36 +262,89 @@ def layers_of(spec: AttentionSpec, pool: torch.Tensor, blocks: int) -> list[Cach
     return [Cache(pool, i * blocks, blocks) for i in range(count)]
 
 
-def time_forward(
-    spec: AttentionSpec, pool: Tensor, rows: Rows, chunk: Tiles | None = None, decode: Sequence[int] = ()
-) -> tuple[float, int]:
-    """Return the seconds of one layer and its shares; ``chunk`` and ``decode`` replace the table's choice."""
+def time_forward(spec: AttentionSpec, pool: Tensor, rows: Rows, chunk: Tiles | None = None) -> tuple[float, int]:
+    """Return the seconds of one layer and its shares; ``chunk`` replaces the table's choice."""
     batch, blocks = batch_of(rows)
     attention = TritonAttention(spec, target())
     attention.prefill_tiles = chunk
-    if decode:
-        attention.decode_tiles = Tiles(attention.decode_tiles.block_m, *decode[:3])
-        attention.programs_wanted = decode[3]
     plan = attention.plan(batch)
     q = torch.randn(batch.num_tokens, spec.num_heads, spec.head_dim, device=device, dtype=torch.bfloat16)
     layers = layers_of(spec, pool, blocks)
     runs = [partial(attention.forward, q, cache, plan) for cache in layers]
     part = plan.decode or plan.prefill
-    return graph_time(runs), part.splits
+    return graph_time(runs)[0], part.splits
+
+
+def time_chain(
+    spec: AttentionSpec, pool: Tensor, count: int, context: int, bound: int, variant: Variant
+) -> tuple[float, int, bool]:
+    """Return the seconds of a layer's two kernels, norm + rope + write and attention of decode rows, the shares, and
+    whether the last layer's result is that of the same two kernels apart."""
+    batch, blocks = batch_of([(context, 1)] * count, slack=bound - context)
+    attention = TritonAttention(spec, target())
+    attention.decode_tiles = Tiles(attention.decode_tiles.block_m, *variant.tiles[:3])
+    attention.programs_wanted = variant.tiles[3]
+    attention.early, attention.ahead, attention.later = variant.early, variant.ahead, variant.later
+    norm = RmsNormSpec(dtype="bfloat16", size=128, eps=1e-6)
+    rotate = RotateAndWrite(norm, RopeSpec(dtype="bfloat16", head_dim=128, rotary_dim=128), spec, target())
+    rotate.late = variant.early
+    plan = attention.plan(batch)
+    turned = spec.num_heads + spec.num_kv_heads
+    x = torch.randn(count, turned + spec.num_kv_heads, 128, device=device).bfloat16()
+    weight, angle = torch.ones(turned, 128, device=device).bfloat16(), torch.randn(count, 64, device=device)
+    cos, sin = angle.cos(), angle.sin()
+
+    def layer(cache: Cache, apart: bool = False) -> Tensor:
+        q = rotate(x, weight, cos, sin, cache, plan)
+        if apart:
+            torch.cuda.synchronize()
+        return attention.forward(q, cache, plan)
+
+    layers = layers_of(spec, pool, blocks)
+    seconds, out = graph_time([partial(layer, cache) for cache in layers])
+    return seconds, plan.decode.splits, torch.equal(out, layer(layers[-1], apart=True))
 
 
 def time_decode(shape: str, pool: Tensor, results: list[dict]) -> None:
+    """Each line a variant, each column a point."""
     spec = spec_of(*SHAPES[shape])
-    print(f"\n{shape} decode, TB/s (us, splits) by (keys, warps, stages, programs): {' '.join(map(str, DECODE))}")
-    for count, context in DECODE_POINTS:
+    heads = [f"{count}x{context}" + (f"/{bound}" if bound > context else "") for count, context, bound in DECODE_POINTS]
+    floors = [
+        count * context * 2 * spec.num_kv_heads * spec.head_dim * 2 / 4.6e6 for count, context, _ in DECODE_POINTS
+    ]
+    print(f"\n{shape} norm + rope + write, then decode attention: us of both (shares; ! where wrong)")
+    print(f"{'':18s}" + "".join(f"{head:>14s}" for head in heads))
+    print(f"{'read at 4.6 TB/s':18s}" + "".join(f"{floor:10.1f}    " for floor in floors))
+    for variant in DECODE if shape == "A" else DECODE[:1]:
         cells = []
-        moved = count * context * 2 * spec.num_kv_heads * spec.head_dim * 2
-        for variant in DECODE if shape == "A" else DECODE[:1]:
-            seconds, splits = time_forward(spec, pool, [(context, 1)] * count, decode=variant)
-            point = {"shape": shape, "batch": count, "context": context, "variant": variant, "splits": splits}
-            results.append(point | {"us": seconds * 1e6, "TB/s": moved / seconds / 1e12})
-            cells.append(f"{moved / seconds / 1e12:5.2f} ({seconds * 1e6:6.1f},{splits:2d})")
-        print(f"{count:4d} x {context:6d}  " + "  ".join(cells), flush=True)
+        for count, context, bound in DECODE_POINTS:
+            seconds, splits, same = time_chain(spec, pool, count, context, bound, variant)
+            point = {"shape": shape, "batch": count, "context": context, "bound": bound, "variant": str(variant)}
+            results.append(point | {"splits": splits, "us": seconds * 1e6, "ok": same})
+            cells.append(f"{seconds * 1e6:9.1f}({splits:2d}){' ' if same else '!'}")
+        print(f"{variant!s:18s}" + "".join(cells), flush=True)
+
+
+def prefer_shared(percent: int) -> None:
+    """Ask that every multiprocessor keep so much of its first-level memory as shared memory under these kernels."""
+    driver, preferred_carveout = ctypes.CDLL("libcuda.so.1"), 9
+    for kernel in (decode_kernel, rotate_kernel):
+        for cached in kernel.device_caches.values():
+            for made in cached[0].values():
+                driver.cuFuncSetAttribute(ctypes.c_void_p(made.function), preferred_carveout, percent)
+
+
+def time_carveout(shape: str, pool: Tensor, results: list[dict]) -> None:
+    """The first variant once more, with the same split of first-level memory for both kernels: no switch between."""
+    global DECODE
+    kept, DECODE = DECODE, DECODE[:1]
+    try:
+        time_chain(spec_of(*SHAPES[shape]), pool, 1, 208, 208, DECODE[0])
+        prefer_shared(100)
+        print("\nAll as shared memory:", end="")
+        time_decode(shape, pool, results)
+    finally:
+        DECODE = kept
 
 
 def time_prefill(shape: str, pool: Tensor, results: list[dict]) -> None:
@@ -274,7 +357,11 @@ def time_prefill(shape: str, pool: Tensor, results: list[dict]) -> None:
             if variant and (queries < 1000 or shape != "A"):
                 continue
             chunk = Tiles(*variant) if variant else None
-            seconds, splits = time_forward(spec, pool, [(length, queries)] * count, chunk)
+            try:
+                seconds, splits = time_forward(spec, pool, [(length, queries)] * count, chunk)
+            except triton.runtime.errors.OutOfResources:
+                cells.append("too large        ")
+                continue
             point = {"shape": shape, "rows": count, "length": length, "queries": queries, "splits": splits}
             point["variant"] = variant or str(prefill_tiles(spec, target(), queries))
             results.append(point | {"us": seconds * 1e6, "TFLOP/s": work / seconds / 1e12})
@@ -311,11 +398,14 @@ def time_rotate(shape: str, pool: Tensor, results: list[dict]) -> None:
         k, v = (part[slots // BLOCK, slots % BLOCK] for part in cache.parts)
         want = rotated(xs[0], weight, cos, sin, norm.eps)
         error = float((torch.cat((q, k), 1).float() - want).norm() / want.norm())
-        seconds = graph_time([partial(fused, x, weight, cos, sin, cache, plan) for x in xs])
+        seconds, _ = graph_time([partial(fused, x, weight, cos, sin, cache, plan) for x in xs])
         moved = 2 * xs[0].numel() * 2
         results.append({"shape": shape, "rotate": tokens, "us": seconds * 1e6, "error": error,
                         "ok": error < 6e-3 and torch.equal(v, xs[0][:, turned:])})  # fmt: skip
         print(f"{tokens:6d} {seconds * 1e6:8.2f} {moved / seconds / 1e12:6.2f} {error:.1e}", flush=True)
+
+
+MEASURES = {"decode": time_decode, "carveout": time_carveout, "prefill": time_prefill, "rotate": time_rotate}
 
 
 def warm(number: int) -> None:
@@ -325,16 +415,16 @@ def warm(number: int) -> None:
         spec = spec_of(*SHAPES[shape])
         pool = torch.randn(1100, 2, BLOCK, *spec.layout.spec.parts[0].shape, device=device).bfloat16()
         for variant, count in product(DECODE if shape == "A" else DECODE[:1], (1, 200)):
-            jobs.append((spec, pool, [(80, 1)] * count, None, variant))
+            jobs.append(partial(time_chain, spec, pool, count, 80, 80 if count > 1 else 4096, variant))
         for variant, queries in product(PREFILL if shape == "A" else [None], (4, 16, 512)):
             if queries == 512 or variant is None:
                 rows = [(1100, queries)] * (1 if queries == 16 else 5)
-                jobs.append((spec, pool, rows, Tiles(*variant) if variant else None))
+                jobs.append(partial(time_forward, spec, pool, rows, Tiles(*variant) if variant else None))
     share = slice(number, None, WORKERS)
     check_all([], share)
     for job in jobs[share]:
         try:
-            time_forward(*job)
+            job()
         except Exception as error:  # said again, with its numbers, when it is measured
             print("warm", number, type(error).__name__, str(error)[:200])
 
@@ -347,7 +437,7 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="check,decode,prefill,rotate")
+    parser.add_argument("--only", default="check,decode,carveout,prefill")
     parser.add_argument("--shapes", default="A,C")
     parser.add_argument("--warm", type=int)
     options = parser.parse_args()
@@ -378,9 +468,7 @@ def main() -> None:
         check_all(results)
         save()
     pool = torch.randn(256 * 513 + 64, 2, BLOCK, 8, 128, device=device, dtype=torch.bfloat16)
-    for shape, (name, measure) in product(
-        options.shapes.split(","), (("decode", time_decode), ("prefill", time_prefill), ("rotate", time_rotate))
-    ):
+    for shape, (name, measure) in product(options.shapes.split(","), MEASURES.items()):
         if name in only:
             measure(shape, pool, results)
             save()
