@@ -19,6 +19,7 @@ from drivetrain_triton.overlap import let_next_begin, wait_for_earlier
 from drivetrain_triton.target import Target
 
 LAYERS = {"A": 32, "C": 28}
+CHAIN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -109,34 +110,35 @@ def chain_settings(results: dict[str, Any], rows: int) -> dict[str, tuple[dict[s
     """name: (tiles, overlaps)."""
     table = {name: choose(rows, outputs, inputs, 90) for name, (outputs, inputs, _) in SHAPES.items()}
     best = best_tiles(results, rows)
-    no_fetch = {name: replace(one, ahead=0) for name, one in best.items()}
-    twice = {name: replace(one, ahead=min(8192, max(one.ahead, 1024) * 2)) for name, one in best.items()}
     settings: dict[str, tuple[dict[str, Tiles] | None, bool]] = {"vendor": (None, False)}
     settings |= {"table, overlaps": (table, True), "table, none": (table, False)}
-    settings |= {"best, overlaps": (best, True), "best, none": (best, False)}
-    return settings | {"best, no fetch ahead": (no_fetch, True), "best, twice ahead": (twice, True)}
+    return settings | {"best, overlaps": (best, True), "best, none": (best, False)}
 
 
-def kernels(results: dict[str, Any], target: Target, rows_list: tuple[int, ...]) -> list[Any]:
+def kernels(results: dict[str, Any], target: Target, sizes: list[tuple[str, int]]) -> list[Any]:
     """(shape, rows, tiles, target) of every launch, to compile before."""
     return [
         (name, rows, tiles[name], replace(target, overlaps=overlaps))
-        for rows in rows_list
+        for model, rows in sizes
         for tiles, overlaps in chain_settings(results, rows).values()
         for name in SHAPES
-        if tiles
+        if tiles and name[0] == model
     ]
 
 
-def chains(results: dict[str, Any], target: Target, compile_all: Callable[[list[Any]], Any]) -> dict[str, Any]:
-    """Milliseconds a step of every model, rows and setting."""
-    rows_list = (1, 8)
-    compile_all(kernels(results, target, rows_list))
+def chains(
+    results: dict[str, Any], sizes: list[tuple[str, int]], target: Target, compile_all: Callable[[list[Any]], Any]
+) -> dict[str, Any]:
+    """Milliseconds a step in every setting, for all (model, rows) of ours."""
+    sizes = [(model, rows) for model, rows in sizes if rows in CHAIN_ROWS]
+    compile_all(kernels(results, target, sizes))
     found: dict[str, Any] = {}
-    for model in LAYERS:
+    for model in dict.fromkeys(model for model, _ in sizes):
         weights = chain_weights(model)
-        for rows in rows_list:
+        for rows in (rows for one, rows in sizes if one == model):
             found[f"{model} {rows}"] = one_chain(Chain(model, rows), weights, chain_settings(results, rows), target)
+        del weights
+        torch.cuda.empty_cache()
     return found
 
 

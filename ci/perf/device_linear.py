@@ -1,10 +1,12 @@
 """Linears for few rows on a device: each variant checked against float64, timed beside the vendor's product, and in a
 chain of all layers with and without overlapping launches.
 
-    python ci/perf/device_linear.py [--quick] [--rows 1,8,64] [--shapes A.qkv,C.head] [--only chain] [--json FILE]
+    python ci/perf/device_linear.py [--rows 1,8,64] [--shapes A,C.head] [--only chain] [--json FILE]
 
 Weights are copied until a chain of products over all copies reads from memory, not from the cache; medians over
-replays of a CUDA graph. The JSON is written after each shape. Kernels are compiled first, by processes side by side.
+replays of a CUDA graph. Beyond the rows that are ours only the vendor is timed. The JSON is written after each shape;
+the fastest tiles are printed as entries of the table in ``linear_tiles``. Kernels are compiled first, by processes side
+by side.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -27,68 +29,61 @@ from linear_parts import DEVICE, SHAPES, launch, operands_of, shape_dtype, timed
 from torch.nn import functional
 
 from drivetrain_triton.linear import Call, Operands, prepare, product_call
-from drivetrain_triton.linear_tiles import Tiles, choose, fits
+from drivetrain_triton.linear_tiles import MAX_ROWS, Tiles, bucket, choose, fits
 from drivetrain_triton.target import Target
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 
-# rows: (block_n, block_k, warps, ahead, chunk)
-ROW_ONE = (
-    (4, 1024, 4, 0, 128),
-    (4, 1024, 4, 8192, 128),
-    (4, 2048, 4, 8192, 128),
-    (8, 512, 4, 4096, 128),
-    (8, 1024, 4, 0, 128),
-    (8, 1024, 4, 4096, 128),
-    (8, 1024, 4, 4096, 2048),
-    (8, 1024, 8, 4096, 128),
-    (16, 512, 4, 2048, 128),
-    (16, 512, 8, 2048, 128),
-    (16, 1024, 8, 2048, 128),
-    (2, 2048, 4, 8192, 128),
-)
-ROW_MORE = ((4, 1024, 4, 8192, 128), (8, 512, 4, 4096, 128), (8, 1024, 8, 4096, 128))
-# dot: (block_n, block_k, stages, warps, weight first, ahead); parts by the number of multiprocessors
-DOTS = (
-    (64, 128, 4, 4, True, 0),
-    (64, 128, 4, 4, True, 2048),
-    (64, 128, 3, 4, True, 2048),
-    (64, 64, 6, 4, True, 2048),
-    (128, 64, 4, 4, True, 1024),
-    (128, 128, 3, 8, True, 1024),
-    (32, 256, 3, 4, True, 4096),
-    (64, 128, 4, 4, False, 2048),
-)
-DOT_ROWS = {16: (1, 2, 4, 8, 16), 32: (32,), 64: (64, 128), 128: (128, 256)}  # block_m: rows it is tried for
-SLOTS = (264, 396)  # programs at work at once that a split aims at: two or three a multiprocessor
-QUICK = (ROW_ONE[5:6] + ROW_ONE[8:9], ROW_MORE[:1], DOTS[1:2] + DOTS[4:5])
+ROW_ONE = ((4, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 8), (2, 2048, 4), (16, 512, 8))  # block_n, block_k, warps
+ROW_MORE = ((4, 1024, 4), (4, 2048, 4), (2, 2048, 4))
+# rows: (block_m, block_n, block_k, warps)
+FRAGMENTS = {
+    8: (
+        (8, 16, 512, 4),
+        (8, 16, 1024, 4),
+        (8, 16, 1024, 8),
+        (8, 16, 256, 2),
+        (16, 8, 1024, 4),
+        (16, 8, 512, 4),
+        (8, 32, 512, 4),
+    ),
+    16: ((16, 16, 512, 4), (16, 16, 1024, 8), (16, 32, 512, 4), (16, 32, 256, 4)),
+    32: ((32, 32, 256, 4), (32, 32, 512, 8), (32, 16, 512, 4)),
+    64: ((64, 32, 256, 4), (64, 32, 512, 8)),
+}
+# rows: (block_m, block_n, block_k, warps, programs, stages, weight first)
+WALKS = {
+    8: ((16, 64, 128, 4, 264, 4, True), (16, 128, 128, 8, 132, 4, True), (16, 32, 256, 4, 264, 4, False)),
+    16: ((16, 64, 128, 4, 264, 4, True), (16, 128, 128, 8, 132, 4, True), (16, 32, 256, 4, 264, 4, False)),
+    32: ((32, 64, 128, 4, 264, 3, True), (32, 128, 64, 4, 264, 3, True), (32, 128, 128, 8, 132, 4, True)),
+    64: (
+        (64, 128, 64, 4, 264, 3, True),
+        (64, 64, 64, 4, 264, 5, True),
+        (64, 128, 64, 4, 132, 6, True),
+        (64, 128, 128, 8, 132, 3, True),
+        (64, 256, 64, 8, 132, 3, True),
+        (64, 64, 128, 4, 264, 2, True),
+        (64, 64, 128, 4, 132, 5, True),
+    ),
+}
 CHAIN_BYTES = 320 << 20
 LIMIT = {torch.bfloat16: 6e-3, torch.float32: 1e-4}
 
 
-def split_for(panels: int, steps: int, slots: int) -> int:
-    """Parts that fill the slots, each of four steps at least."""
-    return max(1, min(slots // panels, steps // 4, 8))
-
-
-def variants(rows: int, outputs: int, inputs: int, lists: tuple[Any, Any, Any]) -> Iterator[Tiles]:
+def variants(rows: int, outputs: int, inputs: int) -> Iterator[Tiles]:
     """All tiles that are tried for a shape; the table's own first."""
+    if rows > MAX_ROWS:
+        return
     found = [choose(rows, outputs, inputs, 90)]
-    ones, more, dots = lists
-    if rows <= 4:
-        for n, k, warps, ahead, chunk in ones if rows == 1 else more:
-            found.append(Tiles("rows", rows, n, k, warps=warps, ahead=ahead, chunk=chunk))
-    for block_m, fitting in DOT_ROWS.items():
-        for n, k, stages, warps, first, ahead in dots if rows in fitting else ():
-            panels, steps = ceil(outputs / n) * ceil(rows / block_m), ceil(inputs / k)
-            shared = stages * k * 2 * (n + block_m)
-            if shared > 220 << 10 or (rows < 4 and (n, k) != (64, 128)):
-                continue
-            tiles = Tiles("dot", block_m, n, k, warps, ahead, 128, 1, stages, first)
-            slots = SLOTS if (n, k, stages) == (64, 128, 4) else SLOTS[:1]
-            found += [replace(tiles, split=split_for(panels, steps, one)) for one in slots]
-    found = [one for one in found if fits(one, rows, outputs)]
-    yield from dict.fromkeys(found)
+    for n, k, warps in (ROW_ONE if rows == 1 else ROW_MORE) if rows <= 4 else ():
+        found.append(Tiles("rows", rows, n, k, warps=warps))
+    size = bucket(rows) if rows > 4 else 8
+    if rows > 1:
+        found += [Tiles("fragments", m, n, k, warps=warps) for m, n, k, warps in FRAGMENTS[size]]
+    for m, n, k, warps, programs, stages, first in WALKS[size] if rows > 4 else ():
+        found.append(Tiles("walk", m, n, k, warps, programs, stages, first))
+    found = [one for one in found if one == found[0] or inputs % one.block_k == 0]
+    yield from dict.fromkeys(one for one in found if fits(one, rows, outputs, inputs))
 
 
 def meta_call(name: str, rows: int, tiles: Tiles, target: Target) -> Call:
@@ -182,13 +177,12 @@ def one_variant(
 def label(tiles: dict[str, Any]) -> str:
     """Tiles in short."""
     text = f"{tiles['way']} {tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']} w{tiles['warps']}"
-    text += f" a{tiles['ahead']}/{tiles['chunk']}"
-    if tiles["way"] == "dot":
-        text += f" split{tiles['split']} s{tiles['stages']} {'Wx' if tiles['weight_first'] else 'xW'}"
+    if tiles["way"] == "walk":
+        text += f" p{tiles['programs']} s{tiles['stages']} {'Wx' if tiles['weight_first'] else 'xW'}"
     return text
 
 
-def one_shape(name: str, rows_list: list[int], lists: Any, target: Target) -> dict[int, dict[str, Any]]:
+def one_shape(name: str, rows_list: list[int], target: Target) -> dict[int, dict[str, Any]]:
     """All rows and variants of one shape; prints a line for each count of rows."""
     outputs, inputs, kind = SHAPES[name]
     nbytes = outputs * inputs * 2
@@ -203,7 +197,7 @@ def one_shape(name: str, rows_list: list[int], lists: Any, target: Target) -> di
         x = all_x[:rows].contiguous()
         base = timed(vendor(x, weights, name)) / len(weights)
         tried = []
-        for tiles in variants(rows, outputs, inputs, lists):
+        for tiles in variants(rows, outputs, inputs):
             tried.append(one_variant(x, weights, name, want[:rows], (target, tiles)))
         results[rows] = {"vendor_seconds": base, "bytes": nbytes, "variants": tried}
         report(name, rows, nbytes, base, tried)
@@ -225,11 +219,21 @@ def report(name: str, rows: int, nbytes: int, base: float, tried: list[dict[str,
     print(text, flush=True)
 
 
+def print_table(results: dict[str, Any]) -> None:
+    """The fastest right tiles as entries of the table."""
+    for name, by_rows in results.items():
+        best = {}
+        for rows, found in by_rows.items():
+            good = sorted((one for one in found["variants"] if one.get("right")), key=lambda one: one["seconds"])
+            best |= {rows: Tiles(**good[0]["tiles"])} if good else {}
+        entries = ", ".join(f"{rows}: {tiles}" for rows, tiles in best.items())
+        print(f"    {SHAPES[name][:2]}: {{{entries}}},  # {name}")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few variants")
     parser.add_argument("--rows", default="", help="counts of rows, with commas")
-    parser.add_argument("--shapes", default="", help="names, with commas")
+    parser.add_argument("--shapes", default="", help="names or models, with commas")
     parser.add_argument("--only", choices=("shapes", "chain"), default="")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--json", default="")
@@ -239,11 +243,11 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     target = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=232448, overlaps=True)
-    lists = QUICK if given.quick else (ROW_ONE, ROW_MORE, DOTS)
-    rows_list = [int(one) for one in given.rows.split(",") if one] or list((1, 8, 64) if given.quick else ROWS)
-    names = [one for one in given.shapes.split(",") if one] or list(SHAPES)
+    rows_list = [int(one) for one in given.rows.split(",") if one] or list(ROWS)
+    wanted = [one for one in given.shapes.split(",") if one]
+    names = [name for name in SHAPES if not wanted or name in wanted or name[0] in wanted]
     sizes = [(name, rows) for name in names for rows in rows_list] if given.only != "chain" else []
-    jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(r, *SHAPES[n][:2], lists)]
+    jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(r, *SHAPES[n][:2])]
     out: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "argv": sys.argv[1:]}
     # Before anything touches the device: workers are forks, with contexts of their own.
     with multiprocessing.get_context("fork").Pool(given.workers) as pool:
@@ -253,11 +257,13 @@ def main() -> None:
         torch.manual_seed(0)
         try:
             for name in names if sizes else ():
-                out["shapes"][name] = one_shape(name, rows_list, lists, target)
+                out["shapes"][name] = one_shape(name, rows_list, target)
                 torch.cuda.empty_cache()
                 save(out, given.json)
+            print_table(out["shapes"])
             if given.only != "shapes":
-                out["chain_ms"] = chains(out["shapes"], target, lambda jobs: compile_all(jobs, pool))
+                sizes = [(model, rows) for model in sorted({name[0] for name in names}) for rows in rows_list]
+                out["chain_ms"] = chains(out["shapes"], sizes, target, lambda jobs: compile_all(jobs, pool))
         finally:
             save(out, given.json)
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain_triton.linear_kernels import row_products, tile_products
-from drivetrain_triton.linear_tiles import MAX_ROWS, MAX_TILES, PARTIAL_BYTES, Tiles, choose, chunks, fits
+from drivetrain_triton.linear_fragments import fragment_products
+from drivetrain_triton.linear_rows import row_products
+from drivetrain_triton.linear_tiles import MAX_PANELS, MAX_ROWS, PARTIAL_BYTES, Tiles, choose, fits, shares
+from drivetrain_triton.linear_walk import walk_products
 from drivetrain_triton.target import Target
 
 __all__ = ["Tiles", "choose", "prepare", "product_call", "small_gated", "small_linear", "supports"]
@@ -20,7 +22,7 @@ KINDS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Parts of split sums, and how many parts of each tile have arrived (zero between launches)."""
+    """Parts of split sums, and how many parts of each panel have arrived (zero between launches)."""
 
     partials: torch.Tensor
     arrivals: torch.Tensor
@@ -30,12 +32,12 @@ SCRATCH: dict[torch.device, Scratch] = {}
 
 
 def prepare(device: torch.device) -> Scratch:
-    """Make the device's scratch (16 MiB). Call it before a graph is captured; launches on one device follow each
+    """Make the device's scratch (24 MiB). Call it before a graph is captured; launches on one device follow each
     other, as on one stream."""
     scratch = SCRATCH.get(device)
     if scratch is None:
         partials = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
-        scratch = Scratch(partials, torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
+        scratch = Scratch(partials, torch.zeros(MAX_PANELS, dtype=torch.int32, device=device))
         SCRATCH[device] = scratch
     return scratch
 
@@ -65,16 +67,16 @@ class Operands(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def settings(tiles: Tiles, target: Target, inputs: int, item_bytes: int, kind: str, has_bias: bool) -> dict[str, Any]:
+def settings(tiles: Tiles, target: Target, inputs: int, kind: str, has_bias: bool) -> dict[str, Any]:
     """A launch's options."""
-    ahead = chunks(tiles, inputs, item_bytes, target.arch, target.overlaps)
     options = {"HAS_BIAS": has_bias, "KIND": kind, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
-    options |= {"EVEN_K": inputs % tiles.block_k == 0, "CHUNK": tiles.chunk, "OVERLAPS": target.overlaps}
+    options |= {"EVEN_K": inputs % tiles.block_k == 0, "OVERLAPS": target.overlaps}
     options |= {"num_warps": tiles.warps, **target.options}
     if tiles.way == "rows":
-        once = inputs <= tiles.block_k
-        return options | {"AHEAD": 0 if once else ahead, "ROWS": tiles.block_m, "ONCE": once}
-    options |= {"AHEAD": ahead, "BLOCK_M": tiles.block_m, "SPLIT": tiles.split > 1}
+        return options | {"ROWS": tiles.block_m}
+    options |= {"BLOCK_M": tiles.block_m}
+    if tiles.way == "fragments":
+        return options | {"WARPS": tiles.warps}
     return options | {"STAGES": tiles.stages, "WEIGHT_FIRST": tiles.weight_first}
 
 
@@ -83,14 +85,15 @@ def product_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
     x, weight, bias, out, kind = operands
     rows, inputs = x.shape
     sizes = (rows, out.shape[1], inputs, x.stride(0))
-    options = settings(tiles, target, inputs, weight.element_size(), kind, bias is not None)
+    options = settings(tiles, target, inputs, kind, bias is not None)
     panels, terms = -(-weight.shape[0] // tiles.block_n), weight if bias is None else bias
     if tiles.way == "rows":
         return Call(row_products, (panels,), (x, weight, terms, out, *sizes), options)
-    scratch = prepare(x.device) if tiles.split > 1 else None
-    buffers = (out, out) if scratch is None else (scratch.partials, scratch.arrivals)
-    grid = (panels, tiles.split, -(-rows // tiles.block_m))
-    return Call(tile_products, grid, (x, weight, terms, out, *buffers, *sizes), options)
+    blocks = -(-rows // tiles.block_m)
+    if tiles.way == "fragments":
+        return Call(fragment_products, (panels, blocks), (x, weight, terms, out, *sizes), options)
+    scratch, grid = prepare(x.device), (shares(tiles, weight.shape[0], inputs), blocks)
+    return Call(walk_products, grid, (x, weight, terms, out, scratch.partials, scratch.arrivals, *sizes), options)
 
 
 def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Tensor:
@@ -101,8 +104,8 @@ def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Ten
     outputs = operands.weight.shape[0]
     if tiles is None:
         tiles = choose(rows, outputs, inputs, target.arch, operands.weight.element_size())
-    if not fits(tiles, rows, outputs):
-        raise ValueError(f"{tiles} for {rows} rows of {outputs}: the parts do not fit the scratch")
+    if not fits(tiles, rows, outputs, inputs):
+        raise ValueError(f"{tiles} do not fit {rows} rows of {outputs} x {inputs}, or the scratch")
     call = product_call(operands, target, tiles)
     call.kernel[call.grid](*call.args, **call.options)
     return operands.out

@@ -8,81 +8,104 @@ from math import ceil
 from typing import Literal
 
 MAX_ROWS = 64  # beyond, a vendor's product is no slower: the weight's reading no longer rules
-ROW_MAX = 2  # rows up to which multiplying without matrix units keeps up with reading
-PARTIAL_BYTES = 16 << 20  # scratch for the parts of split sums
-MAX_TILES = 1 << 14  # counts of arrived parts
-CHUNKS = (128, 512, 2048)  # bytes of one request to fetch ahead
+FRAGMENT_ROWS = 32  # rows up to which every program may read the rows anew: first-level caches keep them
+PARTIAL_BYTES = 24 << 20  # scratch for the parts of split sums
+MAX_PANELS = 1 << 14  # counts of arrived parts
+SLOTS = 264  # programs at work at once: two a multiprocessor of the chip that the table was measured on
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows, upwards to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """``way``: ``rows`` (float32 products, up to 4 tokens) or ``dot`` (matrix units).
+    """``way``: ``rows`` (float32 products, up to 4 tokens), ``fragments`` (matrix units fed from registers; a step
+    of ``block_k`` is shared by the warps in pieces of 32) or ``walk`` (matrix units, ``programs`` equal shares).
 
-    ``block_m`` tokens x ``block_n`` weight rows (gate and up rows both count) x ``block_k`` elements a step.
-    ``ahead``: bytes of each weight row that a program asks into the second-level cache before it waits, a power of
-    two, in requests of ``chunk`` bytes. Only for ``dot``: ``split`` parts of each sum, ``stages`` of the copy
-    pipeline, ``weight_first``: the weight is the product's left side, so that tokens fill the narrow side of the
-    matrix unit.
+    ``block_m`` tokens x ``block_n`` weight rows (gate and up rows both count) x ``block_k`` elements a step. Only for
+    ``walk``: ``stages`` of the copy pipeline, ``weight_first``: the weight is the product's left side, so that tokens
+    fill the narrow side of the matrix unit.
     """
 
-    way: Literal["rows", "dot"]
+    way: Literal["rows", "fragments", "walk"]
     block_m: int
     block_n: int
     block_k: int
     warps: int = 4
-    ahead: int = 0
-    chunk: int = 128
-    split: int = 1
+    programs: int = 0
     stages: int = 4
     weight_first: bool = True
 
 
-def fits(tiles: Tiles, rows: int, outputs: int) -> bool:
-    """Whether the scratch holds the parts. ``outputs``: weight rows."""
-    panels = ceil(outputs / tiles.block_n) * ceil(rows / tiles.block_m)
-    size = panels * tiles.split * tiles.block_n * tiles.block_m * 4
-    return tiles.split == 1 or (size <= PARTIAL_BYTES and panels <= MAX_TILES)
+# (weight rows, inputs): {bucket of rows: tiles}, where a measurement says other than the rules below. Rows of a bucket
+# share a variant, so that a row's bits do not hang on how many neighbours it has within one.
+MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {}
+
+
+def bucket(rows: int) -> int:
+    """The smallest bucket that holds ``rows``; beyond all, the largest."""
+    return next((one for one in BUCKETS if one >= rows), BUCKETS[-1])
+
+
+def fits(tiles: Tiles, rows: int, outputs: int, inputs: int) -> bool:
+    """Whether the kernel takes the shape and its scratch holds the parts. ``outputs``: weight rows."""
+    blocks, panels = ceil(rows / tiles.block_m), ceil(outputs / tiles.block_n)
+    if tiles.way == "rows":
+        return blocks == 1 and tiles.block_m <= 4
+    if tiles.way == "fragments":
+        sides = tiles.block_m % 8 == 0 and (tiles.block_n % 16 == 0 or (tiles.block_n, tiles.block_m) == (8, 16))
+        return sides and tiles.block_k % (32 * tiles.warps) == 0
+    size = blocks * 2 * shares(tiles, outputs, inputs) * tiles.block_n * tiles.block_m * 4
+    return size <= PARTIAL_BYTES and panels * blocks <= MAX_PANELS
+
+
+def shares(tiles: Tiles, outputs: int, inputs: int) -> int:
+    """Programs among which a weight is shared: no more than it has units."""
+    return min(tiles.programs, ceil(outputs / tiles.block_n) * ceil(inputs / tiles.block_k))
 
 
 @lru_cache(maxsize=4096)
 def choose(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int = 2) -> Tiles:
     """Tiles for x [rows, inputs] and weight [outputs, inputs]; ``arch`` 0: the interpreter, which likes few steps."""
-    if rows <= ROW_MAX:
-        return _row_tiles(rows, outputs, inputs, item_bytes)
-    return _dot_tiles(rows, outputs, inputs, arch, item_bytes)
+    size = bucket(rows)
+    if item_bytes == 2 and size in MEASURED.get((outputs, inputs), {}):
+        return MEASURED[outputs, inputs][size]
+    if size == 1:
+        return row_tiles(inputs, item_bytes)
+    if size <= FRAGMENT_ROWS and item_bytes == 2:
+        return fragment_tiles(size, outputs, inputs, arch)
+    return walk_tiles(size, item_bytes)
 
 
-def _row_tiles(rows: int, outputs: int, inputs: int, item_bytes: int) -> Tiles:
-    """Small panels: every multiprocessor holds several programs, each with a tile of 8 or 16 KB on its way; more would
-    not fit the registers, in which a second row keeps as much again."""
-    block_n = 16 if outputs >= 16384 else 8 if outputs >= 3072 else 4
-    block_k = min(16384 // block_n, 2048, max(512, _power(inputs * item_bytes))) // (item_bytes * _power(rows))
-    ahead = min(32768 // block_n, _power(inputs * item_bytes))
-    return Tiles("rows", _power(rows), block_n, block_k, warps=4, ahead=ahead)
+def row_tiles(inputs: int, item_bytes: int) -> Tiles:
+    """Four weight rows, whole if short: 16 KB on their way in each of many small programs."""
+    most, whole = 4096 // item_bytes, _power(inputs)
+    if whole <= most:
+        return Tiles("rows", 1, 4, whole)
+    return Tiles("rows", 1, 4, next((k for k in (2048, 1024) if k <= most and inputs % k == 0), 512))
 
 
-def _dot_tiles(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int) -> Tiles:
-    """Two programs a multiprocessor at most, all of them at work at once, with 64 KB on their way each."""
-    block_m = min(64, max(16, _power(rows)))
+def fragment_tiles(rows: int, outputs: int, inputs: int, arch: int) -> Tiles:
+    """Panels of a unit's height; larger steps where there are few panels, so that enough is on its way at once."""
+    block_m = max(8, rows)
+    if outputs <= 2048 and block_m == 8:
+        return Tiles("fragments", 16, 8, _step(inputs, 1024), warps=4)
+    block_n = 16 if block_m == 8 else 32
+    few = outputs // block_n <= 3 * 132
+    return Tiles("fragments", block_m, block_n, _step(inputs, 1024 if few and block_n == 16 else 512), warps=4)
+
+
+def _step(inputs: int, largest: int) -> int:
+    """The longest step that divides the inputs, or the shortest of all."""
+    return next((step for step in (1024, 512, 256) if step <= largest and inputs % step == 0), 128)
+
+
+def walk_tiles(rows: int, item_bytes: int) -> Tiles:
+    """Two programs a multiprocessor, all of them at work at once, with 48 KB of weights on their way each."""
+    block_m = max(16, rows)
     if item_bytes == 4:
-        return Tiles("dot", block_m, 32, 32, stages=3)
-    block_n = 128 if outputs >= 16384 and block_m <= 32 else 64
-    block_k = 64 if block_n == 128 or block_m == 64 else 128
-    steps, panels = ceil(inputs / block_k), ceil(outputs / block_n) * ceil(rows / block_m)
-    split = max(1, min(264 // panels, steps // 4, 8))
-    ahead = 131072 // block_n
-    tiles = Tiles("dot", block_m, block_n, block_k, ahead=ahead, split=split)
-    return tiles if fits(tiles, rows, outputs) else Tiles("dot", block_m, block_n, block_k, ahead=ahead)
+        return Tiles("walk", block_m, 32, 32, programs=SLOTS, stages=3)
+    return Tiles("walk", block_m, 128 if block_m > 32 else 64, 64, programs=SLOTS, stages=3)
 
 
 def _power(value: int) -> int:
     """The smallest power of two that is not below ``value``."""
     return 1 << max(0, value - 1).bit_length()
-
-
-def chunks(tiles: Tiles, inputs: int, item_bytes: int, arch: int, overlaps: bool) -> int:
-    """How many requests a row fetches ahead: none where the device has none, or rows are short or not aligned."""
-    row = inputs * item_bytes
-    if not overlaps or arch < 90 or row % 16 or row < tiles.chunk:
-        return 0
-    return tiles.ahead // tiles.chunk

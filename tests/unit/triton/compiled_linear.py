@@ -59,7 +59,7 @@ def resources(cubin):
 
 def order(ptx):
     """What a kernel does first, by position; -1: never."""
-    marks = {"first_weight": r"ld\.global", "fetch": r"prefetch", "wait": r"griddepcontrol\.wait"}
+    marks = {"first_weight": r"ld\.global", "wait": r"griddepcontrol\.wait"}
     found = {name: re.search(pattern, ptx) for name, pattern in marks.items()}
     return {name: one.start() if one else -1 for name, one in found.items()}
 
@@ -78,7 +78,8 @@ def main():
             ptx = compiled.asm["ptx"]
             facts = {"kernel": call.kernel.__name__, "shape": shape, "rows": rows, "registers": registers}
             facts |= {"stack": stack, "shared": compiled.metadata.shared, "wgmma": "wgmma.mma_async" in ptx}
-            print(json.dumps(facts | {"wide": "v4.b32" in ptx or "cp.async.cg" in ptx} | order(ptx)))
+            facts |= {"wide": ".v4.b32" in ptx, "copies": "cp.async.cg" in ptx}
+            print(json.dumps(facts | order(ptx)))
 
 
 if __name__ == "__main__":
