@@ -70,8 +70,9 @@ def choose(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int = 2)
         return MEASURED[outputs, inputs][size]
     if size == 1:
         return row_tiles(inputs, item_bytes)
-    if size <= FRAGMENT_ROWS and item_bytes == 2:
-        return fragment_tiles(size, outputs, inputs, arch)
+    # From arch 100 on, the compiler cannot yet carry the sums of a walk in the memory of its matrix units.
+    if item_bytes == 2 and (size <= FRAGMENT_ROWS or arch >= 100):
+        return fragment_tiles(size, outputs, inputs)
     return walk_tiles(size, item_bytes)
 
 
@@ -83,14 +84,15 @@ def row_tiles(inputs: int, item_bytes: int) -> Tiles:
     return Tiles("rows", 1, 4, next((k for k in (2048, 1024) if k <= most and inputs % k == 0), 512))
 
 
-def fragment_tiles(rows: int, outputs: int, inputs: int, arch: int) -> Tiles:
+def fragment_tiles(rows: int, outputs: int, inputs: int) -> Tiles:
     """Panels of a unit's height; larger steps where there are few panels, so that enough is on its way at once."""
     block_m = max(8, rows)
     if outputs <= 2048 and block_m == 8:
         return Tiles("fragments", 16, 8, _step(inputs, 1024), warps=4)
     block_n = 16 if block_m == 8 else 32
     few = outputs // block_n <= 3 * 132
-    return Tiles("fragments", block_m, block_n, _step(inputs, 1024 if few and block_n == 16 else 512), warps=4)
+    step = (1024 if few else 512) if block_m == 8 else 512 if block_m == 16 else 256
+    return Tiles("fragments", block_m, block_n, _step(inputs, step), warps=4)
 
 
 def _step(inputs: int, largest: int) -> int:
