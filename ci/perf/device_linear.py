@@ -219,6 +219,14 @@ def report(name: str, rows: int, nbytes: int, base: float, tried: list[dict[str,
     print(text, flush=True)
 
 
+def literal(tiles: Tiles) -> str:
+    """Tiles as source."""
+    values = list(asdict(tiles).values())
+    return f"Tiles({', '.join(json.dumps(one) if isinstance(one, str) else str(one) for one in values[:5])}" + (
+        f", {', '.join(str(one) for one in values[5:])})" if tiles.way == "walk" else ")"
+    )
+
+
 def print_table(results: dict[str, Any]) -> None:
     """The fastest right tiles as entries of the table."""
     for name, by_rows in results.items():
@@ -226,7 +234,7 @@ def print_table(results: dict[str, Any]) -> None:
         for rows, found in by_rows.items():
             good = sorted((one for one in found["variants"] if one.get("right")), key=lambda one: one["seconds"])
             best |= {rows: Tiles(**good[0]["tiles"])} if good else {}
-        entries = ", ".join(f"{rows}: {tiles}" for rows, tiles in best.items())
+        entries = ", ".join(f"{rows}: {literal(tiles)}" for rows, tiles in best.items())
         print(f"    {SHAPES[name][:2]}: {{{entries}}},  # {name}")
 
 
