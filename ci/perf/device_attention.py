@@ -71,10 +71,9 @@ DECODE = [
     Variant(tiles=(32, 1, 3, 8)), Variant(tiles=(128, 4, 2, 4)), Variant(tiles=(128, 8, 2, 4)),
     Variant(tiles=(64, 4, 2, 2)), Variant(tiles=(64, 4, 3, 4)), Variant(tiles=(64, 4, 2, 1)),
 ]  # fmt: skip
-# (BLOCK_M, BLOCK_N, warps, stages, scores soon); None: the table's.
+# (BLOCK_M, BLOCK_N, warps, stages); None: the table's.
 PREFILL = [
-    None, (128, 64, 8, 4, True), (128, 64, 8, 3, True), (128, 64, 8, 2, True), (128, 32, 8, 4, True),
-    (64, 64, 4, 3, True), (64, 64, 4, 2, True), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 6), (64, 32, 4, 5),
+    None, (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 6), (64, 64, 4, 2), (64, 32, 4, 4), (64, 32, 4, 5),
 ]  # fmt: skip
 # (rows, length, the bound by which shares are chosen, as in a captured graph)
 DECODE_POINTS = [
@@ -349,9 +348,7 @@ def time_carveout(shape: str, pool: Tensor, results: list[dict]) -> None:
 
 def time_prefill(shape: str, pool: Tensor, results: list[dict]) -> None:
     spec = spec_of(*SHAPES[shape])
-    print(
-        f"\n{shape} prefill, TFLOP/s (us, splits) by (rows, keys, warps, stages, soon): {' '.join(map(str, PREFILL))}"
-    )
+    print(f"\n{shape} prefill, TFLOP/s (us, splits) by (rows, keys, warps, stages): {' '.join(map(str, PREFILL))}")
     for count, length, queries in PREFILL_POINTS:
         cells = []
         work = 4 * spec.num_heads * spec.head_dim * count * queries * (length - queries / 2)

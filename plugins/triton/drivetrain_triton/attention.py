@@ -238,7 +238,7 @@ class TritonAttention:
             part.lengths, part.tables, q if sinks is None else sinks, part.rows, part.base, count,
             part.tables.stride(0), q.stride(0), keys.stride(0), values.stride(0), self.spec.scale, self._cap,
             CAUSAL=self.spec.causal, SINKS=sinks is not None, DIRECT=direct, BLOCK_M=tiles.block_m,
-            BLOCK_Q=tiles.block_m // self._group, BLOCK_N=tiles.block_n, SOON=tiles.soon, **cache_strides(keys, values),
+            BLOCK_Q=tiles.block_m // self._group, BLOCK_N=tiles.block_n, **cache_strides(keys, values),
             **self._rules, **self._sizes, num_warps=tiles.warps, num_stages=tiles.stages, **self.target.options,
         )  # fmt: skip
         if not direct:

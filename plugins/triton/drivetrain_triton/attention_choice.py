@@ -18,16 +18,12 @@ FP8, FP8_ARCH = "float8_e4m3fn", 89
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """BLOCK_M rows of queries (prefill), BLOCK_N keys, warps a program and stages of its pipeline.
-
-    ``soon``: a tile's scores are begun before the softmax of the tile ahead (prefill, where matrix units run alone).
-    """
+    """BLOCK_M rows of queries (prefill), BLOCK_N keys, warps a program and stages of its pipeline."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    soon: bool = False
 
 
 def power_of_two(n: int) -> int:
@@ -83,7 +79,7 @@ def fitted(tiles: Tiles, spec: AttentionSpec, target: Target) -> Tiles:
         stages -= 1
     while needed() > target.shared_bytes and block_n > 16:
         block_n //= 2
-    return Tiles(block_m, block_n, tiles.warps, stages, tiles.soon)
+    return Tiles(block_m, block_n, tiles.warps, stages)
 
 
 def splits_of(programs: int, wanted: int, most_tiles: int) -> int:

@@ -5,19 +5,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from .attention_tiles import (
-    LOG2E,
-    NEVER,
-    block_ids,
-    capped,
-    factor_of,
-    fold,
-    gather,
-    lse_of,
-    nothing_yet,
-    scores_of,
-    with_sink,
-)
+from .attention_tiles import LOG2E, NEVER, block_ids, factor_of, fold, gather, lse_of, nothing_yet, scores_of, with_sink
 from .overlap import let_next_begin, wait_for_earlier
 
 
@@ -90,66 +78,6 @@ def attend(
     return acc, total, top
 
 
-@triton.jit
-def attend_whole(
-    acc,
-    total,
-    top,
-    q_tile,
-    begin,
-    end,
-    length,
-    table,
-    keys,
-    values,
-    key_stride,
-    value_stride,
-    scale,
-    cap,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    VALUE_TOKEN: tl.constexpr,
-    SOFT_CAPPED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """``attend`` not MASKED, with the products of the next tile under way during the softmax of this one.
-
-    Values are folded in a tile late, so that one wait at the loop's head serves both products. One product of each kind
-    is too many: scores of the keys behind the last tile (any that the pool holds), unused, and values with no weight.
-    """
-    factor = factor_of(scale, SOFT_CAPPED)
-    at = begin * BLOCK_N + tl.arange(0, BLOCK_N)
-    ids = block_ids(table, at, length, BLOCK_TOKENS)
-    past, past_ids = at, ids
-    k = gather(keys, ids, at, at < length, key_stride, KEY_TOKEN, BLOCK_TOKENS, D, D_PAD, False)
-    s = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee")
-    weights = tl.zeros([q_tile.shape[0], BLOCK_N], q_tile.dtype)
-    for _ in range(begin, end):
-        v = gather(values, past_ids, past, past < length, value_stride, VALUE_TOKEN, BLOCK_TOKENS, DV, DV_PAD, False)
-        acc = tl.dot(weights, v.to(q_tile.dtype), acc, input_precision="ieee")
-        past, past_ids = at, ids
-        at += BLOCK_N
-        ids = block_ids(table, at, length, BLOCK_TOKENS)
-        k = gather(keys, ids, at, at < length, key_stride, KEY_TOKEN, BLOCK_TOKENS, D, D_PAD, False)
-        following = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee")
-        s = capped(s, scale, cap, SOFT_CAPPED)
-        higher = tl.maximum(top, tl.max(s, 1) * factor)
-        raised = tl.exp2(s * factor - higher[:, None])
-        decay = tl.exp2(top - higher)
-        total = total * decay + tl.sum(raised, 1)
-        acc = acc * decay[:, None]
-        weights = raised.to(q_tile.dtype)
-        top, s = higher, following
-    if begin < end:
-        v = gather(values, past_ids, past, past < length, value_stride, VALUE_TOKEN, BLOCK_TOKENS, DV, DV_PAD, False)
-        acc = tl.dot(weights, v.to(q_tile.dtype), acc, input_precision="ieee")
-    return acc, total, top
-
-
 @triton.jit(do_not_specialize=["table_stride", "rows", "base", "tiles"])
 def prefill_kernel(
     out,
@@ -190,7 +118,6 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SOON: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Grid (tiles, KV heads, splits): BLOCK_Q query tokens times the GROUP heads of one KV head, BLOCK_M rows of a dot.
@@ -202,8 +129,9 @@ def prefill_kernel(
     let_next_begin(OVERLAPS)
     tile, kv_head = tiles - 1 - tl.program_id(0), tl.program_id(1)
     split, splits = tl.program_id(2), tl.num_programs(2)
-    lane, columns = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
+    lane = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + lane % GROUP
+    columns = tl.arange(0, D_PAD)
     wait_for_earlier(OVERLAPS)
 
     row = row_of_tile(query_start, tile, rows, base, BLOCK_Q)
@@ -215,8 +143,8 @@ def prefill_kernel(
     tokens = begin_token + lane // GROUP
     real = (tokens < row_end) & (lane < BLOCK_Q * GROUP)
     positions = length - row_end + tokens
-    # The positions of the tile's first and last query.
-    low, high = length - row_end + begin_token, length - row_end + tl.minimum(begin_token + BLOCK_Q, row_end) - 1
+    low = length - row_end + begin_token  # the positions of the tile's first and last query
+    high = length - row_end + tl.minimum(begin_token + BLOCK_Q, row_end) - 1
 
     first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else length * 0
     last = tl.minimum(tl.maximum(high + 1, 0), length) if CAUSAL else length
@@ -236,7 +164,8 @@ def prefill_kernel(
         other=0.0,
     )
     table = tables + row.to(tl.int64) * table_stride
-    keys, values = keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD
+    keys += kv_head * KEY_HEAD
+    values += kv_head * VALUE_HEAD
     acc, total, top = nothing_yet(BLOCK_M, DV_PAD)
     if WINDOW:
         acc, total, top = attend(
@@ -244,17 +173,11 @@ def prefill_kernel(
             value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
             SOFT_CAPPED, True, BLOCK_N,
         )  # fmt: skip
-    if SOON:
-        acc, total, top = attend_whole(
-            acc, total, top, q_tile, inner, outer, length, table, keys, values, key_stride, value_stride, scale, cap,
-            D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, SOFT_CAPPED, BLOCK_N,
-        )  # fmt: skip
-    else:
-        acc, total, top = attend(
-            acc, total, top, q_tile, inner, outer, positions, length, first, table, keys, values, key_stride,
-            value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
-            SOFT_CAPPED, False, BLOCK_N,
-        )  # fmt: skip
+    acc, total, top = attend(
+        acc, total, top, q_tile, inner, outer, positions, length, first, table, keys, values, key_stride,
+        value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
+        SOFT_CAPPED, False, BLOCK_N,
+    )  # fmt: skip
     acc, total, top = attend(
         acc, total, top, q_tile, outer, end, positions, length, first, table, keys, values, key_stride,
         value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,

@@ -56,12 +56,7 @@ def nothing_yet(BLOCK_M: tl.constexpr, DV_PAD: tl.constexpr):
 @triton.jit
 def scores_of(q, k, scale, cap, SOFT_CAPPED: tl.constexpr):
     """q [M, D], k [N, D] -> [M, N] float32 to be multiplied by ``factor_of``, which is positive."""
-    return capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, SOFT_CAPPED)
-
-
-@triton.jit
-def capped(s, scale, cap, SOFT_CAPPED: tl.constexpr):
-    """Products s -> scores, as ``scores_of`` returns them."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFT_CAPPED:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         s = cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E * scale / cap)) + 1.0))
     return s

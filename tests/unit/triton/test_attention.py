@@ -16,7 +16,6 @@ from tests.unit.triton.interpreted import interpreted
 
 with interpreted():
     from drivetrain_triton import attention as native
-    from drivetrain_triton import attention_choice as choice
 
 RUNTIME = torch_runtime("cpu")
 REF = REFERENCE["attention.paged/1"]
@@ -116,16 +115,6 @@ def test_windows_at_every_place_of_a_tile():
     for window in (1, 64, 65, 130):
         run(shape(heads=1, kv_heads=1, window=window), ((200, 70),), target=NARROW)
     run(shape(heads=1, kv_heads=1, window=40, causal=False), ((100, 1), (150, 70)), target=NARROW)
-
-
-@pytest.mark.parametrize("rules", [{}, {"window": 130, "sinks": True}, {"soft_cap": 3.0}])
-def test_scores_soon(rules, monkeypatch):
-    """The loop that begins a tile's scores early: no whole tile, one, several, the last at the row's end."""
-    tiles = choice.Tiles(16, 16, 4, 2, soon=True)
-    monkeypatch.setattr(native.TritonAttention, "prefill_tiles", tiles)
-    for dtype in ("float32", "bfloat16"):
-        run(shape(heads=2, **rules), ((200, 20), (9, 9), (64, 4)), dtype=dtype, target=NARROW)
-    run(shape(heads=2, causal=False), ((96, 20), (40, 7)), target=WIDE)
 
 
 def test_last_share_adds_all():
