@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drivetrain.ops import Ops
     from drivetrain.runner.sizes import RunnerConfig
 
+LAYER_OPS = ("norm.add_rms/1", "norm.rms/1", "activation.gated/1", "rope.apply/1", "linear/1", "attention.paged/1")
 REFERENCE_CHUNK = 256 << 20
 REFERENCE_COPIES = 3
 
@@ -25,13 +26,15 @@ REFERENCE_COPIES = 3
 class StepSizes:
     """The largest step. ``logits``: rows that sample; ``workspace``: bytes of attention beside its in- and outputs.
 
-    ``reference_draw``: whether draws run on the reference, whose noise is computed for every token.
+    ``reference_draw``: whether draws run on the reference, whose noise is computed for every token. ``lean``: no op of
+    the layers runs on the reference, which holds what it computes in float32 too.
     """
 
     tokens: int
     logits: int
     workspace: int
     reference_draw: bool
+    lean: bool = False
 
     @staticmethod
     def of(decoder: Decoder, ops: Ops, config: RunnerConfig) -> StepSizes:
@@ -44,6 +47,7 @@ class StepSizes:
             logits=min(tokens, config.max_num_seqs * (config.max_drafts + 1)),
             workspace=max((attention_workspace(group, config) for group in decoder.groups), default=0),
             reference_draw=on_reference(ops, draw),
+            lean=not any(choice.provider == "reference" and choice.op in LAYER_OPS for choice in ops.report),
         )
 
 
@@ -61,8 +65,30 @@ def attention_workspace(group: CacheGroup, config: RunnerConfig) -> int:
 
 def layer_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """Return the bytes of the largest layer's peak, all query tokens at once."""
+    if sizes.lean and spec.activation_dtype != "float32":
+        size = dtype_bytes(spec.activation_dtype)
+        return (
+            sizes.tokens * max((lean_bytes(layer, spec.hidden, size) for layer in spec.layers), default=0)
+            + sizes.workspace
+        )
     elements = max((live_elements(layer, spec.hidden) for layer in spec.layers), default=0)
     return sizes.tokens * elements * _element_bytes(spec) + sizes.workspace
+
+
+def lean_bytes(layer: LayerSpec, hidden: int, size: int) -> int:
+    """Return the bytes a token that are live at once at a layer's peak where ops hold nothing but their results.
+
+    ``size``: of an element. As ``live_elements``, but the streams are float32, and of gate and up and the activated
+    half both lie beside the carry, the normed input and the new stream.
+    """
+    mixer, ffn = layer.mixer, layer.ffn
+    inner = 0
+    if isinstance(mixer, AttentionMixer):
+        q, k = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        v, out = mixer.num_kv_heads * mixer.v_head_dim, mixer.num_heads * mixer.v_head_dim
+        inner = (q + k + v) + q + out
+    forward = 3 * ffn.intermediate if isinstance(ffn, GatedMlp) else 0
+    return hidden * (2 * size + 2 * 4) + max(inner + hidden, forward) * size
 
 
 def _element_bytes(spec: ModelSpec) -> int:

@@ -37,7 +37,13 @@ class Tiles:
 
 # (weight rows, inputs): {bucket of rows: tiles}, where a measurement says other than the rules below. Rows of a bucket
 # share a variant, so that a row's bits do not hang on how many neighbours it has within one.
-MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {}
+MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
+    (6144, 4096): {1: Tiles("rows", 1, 16, 512, warps=8)},
+    (4096, 4096): {1: Tiles("rows", 1, 2, 2048)},
+    (28672, 4096): {1: Tiles("rows", 1, 4, 1024)},
+    (4096, 14336): {1: Tiles("rows", 1, 2, 2048)},
+    (128256, 4096): {1: Tiles("rows", 1, 2, 2048)},
+}
 
 
 def bucket(rows: int) -> int:
