@@ -54,7 +54,7 @@ class Variant:
     later, whether lengths and tables are read before the wait, and whether the kernel ahead then lets it begin late."""
 
     tiles: tuple[int, int, int, int] = (64, 4, 2, 4)
-    ahead: int = 128
+    ahead: int = 0
     later: int = 0
     early: bool = True
 
@@ -65,11 +65,10 @@ class Variant:
 
 
 DECODE = [
-    Variant(), Variant(ahead=0, early=False), Variant(ahead=0), Variant(ahead=64), Variant(ahead=256),
-    Variant(later=64), Variant(ahead=64, later=256), Variant(tiles=(32, 4, 4, 4)),
-    Variant(tiles=(32, 4, 4, 4), later=64), Variant(tiles=(32, 4, 3, 4)), Variant(tiles=(32, 2, 3, 4)),
-    Variant(tiles=(32, 1, 3, 8)), Variant(tiles=(128, 4, 2, 4)), Variant(tiles=(128, 8, 2, 4)),
-    Variant(tiles=(64, 4, 2, 2)), Variant(tiles=(64, 4, 3, 4)), Variant(tiles=(64, 4, 2, 1)),
+    Variant(), Variant(early=False), Variant(ahead=128), Variant(tiles=(64, 2, 2, 4)), Variant(tiles=(64, 8, 2, 4)),
+    Variant(tiles=(64, 4, 2, 8)), Variant(tiles=(64, 4, 1, 4)), Variant(tiles=(32, 2, 2, 4)), Variant(tiles=(32, 4, 2, 4)),
+    Variant(tiles=(32, 2, 3, 4)), Variant(tiles=(32, 4, 4, 4)), Variant(tiles=(32, 1, 2, 4)), Variant(tiles=(16, 2, 4, 4)),
+    Variant(tiles=(128, 8, 2, 4)),
 ]  # fmt: skip
 # (BLOCK_M, BLOCK_N, warps, stages); None: the table's.
 PREFILL = [

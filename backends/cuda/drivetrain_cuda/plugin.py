@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from drivetrain_api.v1 import (
@@ -54,8 +55,9 @@ class CudaPlugin:
 
     @hookimpl
     def environment(self, devices: Sequence[int], view: ConfigView) -> Mapping[str, str]:
-        """Nothing has to be set before torch loads."""
-        return {}
+        """Memory that grows in place: steps of ever other sizes then leave no holes. The user's own setting stands."""
+        wanted = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        return {name: value for name, value in wanted.items() if name not in os.environ}
 
     @hookimpl
     def probe(self) -> Sequence[DeviceRecord] | Unavailable:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from drivetrain.cache.sizing import CachePlan, GroupNeed, plan_cache
 from drivetrain.errors import ConfigError
 from drivetrain.runner.activations import StepSizes, layer_bytes, sampling_bytes
+from drivetrain.runner.graphs import graph_buckets
 from drivetrain.runner.sizes import RunnerConfig, staging_capacity, table_bytes, table_shape
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _plan(request: MemoryRequest) -> MemoryPlan:
         layers=layers,
         sampling=sampling_bytes(request.decoder.spec, sizes),
         kept=min(layers, HOST_KEPT) if host else 0,
-        graphs=_graph_bytes(backend, config),
+        graphs=_graph_bytes(request, sizes),
         slack=HOST_SLACK if host else DEVICE_SLACK,
         load_peak=request.load_peak_bytes,
         cache=CachePlan(shared=True, num_slabs=0, slab_bytes=0, groups=(), padding=0.0),
@@ -228,11 +229,18 @@ def _wanted(request: MemoryRequest) -> int:
     return max(min((config.max_num_seqs + 1) * one, HOST_CACHE_BYTES), 2 * one)
 
 
-def _graph_bytes(backend: Backend, config: RunnerConfig) -> int:
+def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
+    """What captured steps keep: the backend's estimate, and the activations of the largest bucket's two phases, which
+    all buckets share."""
+    backend, config, spec = request.backend, request.runner, request.decoder.spec
     if backend.graphs is None:
         return 0
-    count = backend.graphs.budget.max_graphs or config.max_num_seqs.bit_length()
-    return int(backend.memory.graph_estimate(count, config.max_num_seqs).get("bytes", 0))
+    buckets = len(graph_buckets(backend.shapes, backend.graphs.budget, config.max_num_seqs))
+    own = int(backend.memory.graph_estimate(2 * buckets, config.max_num_seqs).get("bytes", 0))
+    if not own:
+        return 0
+    largest = replace(sizes, tokens=config.max_num_seqs, logits=config.max_num_seqs)
+    return own + layer_bytes(spec, largest) + sampling_bytes(spec, largest)
 
 
 def _mib(nbytes: int) -> str:

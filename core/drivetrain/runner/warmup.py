@@ -47,7 +47,7 @@ class Variant:
 
 def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = None) -> WarmUp:
     """Measure the largest step, run every shape of a policy of fixed shapes, capture graphs (of dynamic shapes the
-    small buckets; ``Runner.later`` adds the others), declare readiness.
+    small buckets and the largest one; others are captured later), declare readiness.
 
     ``largest_tokens``: measure with a step of this many query tokens where the limit's own would take too
     long (dynamic shapes only). DeviceError when a dummy step fails: the engine could not serve that shape.
@@ -65,7 +65,9 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
                 run_dummy(runner, plan, variant)
                 steps += 1
         dynamic = backend.shapes.dynamic
-        for rows in (b for b in runner.graphs.buckets if b <= EACH_UP_TO or not dynamic):
+        buckets = runner.graphs.buckets
+        first = [b for b in buckets if b <= EACH_UP_TO or b == buckets[-1] or not dynamic]
+        for rows in reversed(first):  # the largest first: the others' memory then lies in what it has freed
             plan = capture_plan(runner, rows)
             runner.capture(plan)
             run_dummy(runner, plan, Variant())

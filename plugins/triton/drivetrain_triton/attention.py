@@ -28,6 +28,8 @@ from .target import Target
 
 MERGED_AT_ONCE = 16  # a merge of few shares need not hold room for all 64
 
+WORKSPACE = 32 << 20  # parts of split rows, and what arrives of them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
@@ -67,7 +69,7 @@ class TritonAttention:
     Other rows: query tokens and grouped heads as the rows of matrix products, shares put together by a second kernel.
     """
 
-    traits = AttentionTraits(lengths="device", row_order="decode_first", graph="one_token")
+    traits = AttentionTraits(lengths="device", row_order="decode_first", graph="one_token", workspace_bytes=WORKSPACE)
     programs_wanted = 4  # decode programs a multiprocessor, where keys suffice
     later = 0  # keys asked for of the row that will take a decode program's place
     prefill_tiles: Tiles | None = None  # instead of the table's, to measure

@@ -43,6 +43,36 @@ MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
     (28672, 4096): {1: Tiles("rows", 1, 4, 1024)},
     (4096, 14336): {1: Tiles("rows", 1, 2, 2048)},
     (128256, 4096): {1: Tiles("rows", 1, 2, 2048)},
+    (4096, 1024): {
+        1: Tiles("rows", 1, 16, 512),
+        2: Tiles("rows", 2, 4, 1024),
+        4: Tiles("fragments", 8, 16, 1024),
+        8: Tiles("fragments", 8, 16, 1024),
+    },
+    (1024, 2048): {
+        1: Tiles("rows", 1, 2, 2048),
+        2: Tiles("rows", 2, 2, 2048),
+        4: Tiles("rows", 4, 4, 2048),
+        8: Tiles("fragments", 8, 16, 1024, warps=8),
+    },
+    (6144, 1024): {
+        1: Tiles("rows", 1, 8, 512),
+        2: Tiles("rows", 2, 4, 1024),
+        4: Tiles("fragments", 8, 16, 1024),
+        8: Tiles("fragments", 8, 16, 1024),
+    },
+    (1024, 3072): {
+        1: Tiles("rows", 1, 4, 1024),
+        2: Tiles("rows", 2, 4, 1024),
+        4: Tiles("rows", 4, 4, 1024),
+        8: Tiles("fragments", 8, 16, 1024, warps=8),
+    },
+    (151936, 1024): {
+        1: Tiles("rows", 1, 4, 1024),
+        2: Tiles("fragments", 8, 16, 1024),
+        4: Tiles("fragments", 8, 16, 1024),
+        8: Tiles("fragments", 8, 16, 1024),
+    },
 }
 
 
