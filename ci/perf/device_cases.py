@@ -32,7 +32,7 @@ FULL: dict[str, Any] = {
     "longest": 131_072,
     "max_model_len": 8192,
     "touch": (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024),
-    "settle": 5.0,
+    "settle": 3.0,
 }
 SMALL: dict[str, Any] = {
     "batches": (1, 4),
@@ -115,6 +115,7 @@ class Run:
             self.memory = DeviceMemory(self.args.device)
             self.engine, self.opened = Offline(self.config(**more), self.args.loop), kind
             self.memory.interval = SELDOM
+            time.sleep(self.counts["settle"])  # what the engine does when it has nothing else to do
             self.starts[kind] = self.engine.started
         return self.engine
 
