@@ -127,7 +127,8 @@ def test_torch_comes_first_and_the_members_in_one_command(root, tmp_path):
     (torch,) = (n for n, line in enumerate(lines) if "install" in line and "torch==2.13.0" in line)
     (members,) = (n for n, line in enumerate(lines) if "-e " in line)
     assert torch < members
-    for member in ("./plugins/api", "./core[gguf]", "./backends/cpu", "./backends/cuda", "./plugins/mirage", "./plugins/triton"):
+    plugins = ("./plugins/api", "./plugins/mirage", "./plugins/triton")
+    for member in ("./core[gguf]", "./backends/cpu", "./backends/cuda", *plugins):
         assert f"-e '{member}'" in lines[members]
 
 

@@ -13,7 +13,6 @@ from .attention_choice import (
     MAX_SPLITS,
     Tiles,
     decode_tiles,
-    fetched_ahead,
     padded,
     power_of_two,
     prefill_tiles,
@@ -71,14 +70,13 @@ class TritonAttention:
 
     traits = AttentionTraits(lengths="device", row_order="decode_first", graph="one_token", workspace_bytes=WORKSPACE)
     programs_wanted = 4  # decode programs a multiprocessor, where keys suffice
-    later = 0  # keys asked for of the row that will take a decode program's place
     prefill_tiles: Tiles | None = None  # instead of the table's, to measure
 
     def __init__(self, spec: AttentionSpec, target: Target) -> None:
         self.spec, self.target = spec, target
         self._group = spec.num_heads // spec.num_kv_heads
         self.decode_tiles = decode_tiles(spec, target)
-        self.early, self.ahead = target.overlaps, fetched_ahead(spec, target)
+        self.early = target.overlaps  # decode programs read lengths and tables before they wait
         self._arrivals: torch.Tensor | None = None
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
         self._sizes: dict[str, Any] = {
@@ -222,11 +220,10 @@ class TritonAttention:
         decode_kernel[(self.spec.num_kv_heads, part.rows, part.splits)](
             out, out if direct else part.partial, out if direct else part.lse, out if direct else part.arrivals, q,
             keys, values, part.lengths, part.tables, q if sinks is None else sinks, part.tables.stride(0), q.stride(0),
-            keys.stride(0), values.stride(0), self.spec.scale, self._cap,
-            self.programs_wanted * self.target.multiprocessors // self.spec.num_kv_heads, SINKS=sinks is not None,
-            DIRECT=direct, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, EARLY=self.early, AHEAD=self.ahead,
-            LATER=self.later if direct else 0, **cache_strides(keys, values), **self._rules, **self._sums,
-            **self._sizes, num_warps=tiles.warps, num_stages=tiles.stages, **self.target.options,
+            keys.stride(0), values.stride(0), self.spec.scale, self._cap, SINKS=sinks is not None, DIRECT=direct,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, EARLY=self.early, **cache_strides(keys, values),
+            **self._rules, **self._sums, **self._sizes, num_warps=tiles.warps, num_stages=tiles.stages,
+            **self.target.options,
         )  # fmt: skip
 
     def _prefill(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from drivetrain_api.v1 import AttentionSpec, dtype_bytes
@@ -12,7 +11,6 @@ from .target import Target
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SPLITS = 64
 MAX_HEAD_DIM = 256
-AHEAD = 0  # on an H200 asking ahead costs 1 to 7 us a layer at every batch and length
 FP8, FP8_ARCH = "float8_e4m3fn", 89
 
 
@@ -97,12 +95,6 @@ def shares_at_once(spec: AttentionSpec) -> int:
     """Return how many shares of a row one program loads together: 64 float32 registers a thread of four warps."""
     group = power_of_two(spec.num_heads // spec.num_kv_heads)
     return max(1, min(MAX_SPLITS, 8192 // (group * padded(spec.v_head_dim))))
-
-
-def fetched_ahead(spec: AttentionSpec, target: Target) -> int:
-    """Return how many keys a decode program asks the second-level cache for while it waits for its query; 0: none."""
-    sizes = [math.prod(part.shape[1:]) * dtype_bytes(part.dtype) for part in spec.layout.spec.parts]
-    return AHEAD if target.overlaps and not any(size % 16 for size in sizes) else 0
 
 
 def refusal(spec: AttentionSpec, target: Target) -> str | None:

@@ -10,75 +10,6 @@ from .overlap import let_next_begin, wait_for_earlier
 
 
 @triton.jit
-def ask_ahead(
-    keys,
-    values,
-    table,
-    begin,
-    end,
-    key_stride,
-    value_stride,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    VALUE_TOKEN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """Ask the second-level cache for one head's keys and values at positions begin .. begin + COUNT - 1, below ``end``.
-
-    All are asked for at once, and nothing is waited for. What is written to them later is seen all the same: that cache
-    is where all writes of the device meet. A head's keys and its values are multiples of 16 bytes.
-    """
-    each = tl.arange(0, 2 * COUNT)
-    at = begin + each // 2
-    wanted = at < end
-    ids = block_ids(table, at, end, BLOCK_TOKENS)
-    inside = at % BLOCK_TOKENS
-    key = (keys + ids * key_stride + inside * KEY_TOKEN).to(tl.int64)
-    value = (values + ids * value_stride + inside * VALUE_TOKEN).to(tl.int64)
-    is_key = each % 2 == 0
-    key_bytes: tl.constexpr = D * keys.dtype.element_ty.primitive_bitwidth // 8
-    value_bytes: tl.constexpr = DV * values.dtype.element_ty.primitive_bitwidth // 8
-    size = tl.where(is_key, key_bytes, value_bytes)
-    asked: tl.constexpr = (
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-    )
-    tl.inline_asm_elementwise(
-        asked, "=r,l,r,r", [tl.where(is_key, key, value), size, wanted.to(tl.int32)], tl.int32, False, 1
-    )
-
-
-@triton.jit
-def ask_later(
-    keys,
-    values,
-    lengths,
-    tables,
-    row,
-    table_stride,
-    key_stride,
-    value_stride,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    VALUE_TOKEN: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """``ask_ahead`` for the first keys of another row, if there is such a row."""
-    if row < tl.num_programs(1):
-        length = tl.load(lengths + row)
-        begin = tl.maximum(length - WINDOW, 0) if WINDOW else length * 0
-        table = tables + row.to(tl.int64) * table_stride
-        ask_ahead(
-            keys, values, table, begin, length, key_stride, value_stride, D, DV, KEY_TOKEN, VALUE_TOKEN, BLOCK_TOKENS,
-            COUNT,
-        )  # fmt: skip
-
-
-@triton.jit
 def write_alone(
     out,
     sinks,
@@ -175,7 +106,7 @@ def write_together(
         tl.store(at, result.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (columns < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["table_stride", "later"])
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out,
     partial,
@@ -193,7 +124,6 @@ def decode_kernel(
     value_stride,
     scale,
     cap,
-    later,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -215,8 +145,6 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LATER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Grid (KV heads, rows, splits): the GROUP query heads of one KV head against one share of a row's keys.
@@ -225,8 +153,7 @@ def decode_kernel(
     they meet in partial [rows, HEADS, splits, DV] and lse [rows, HEADS, splits], both float32, and are counted in
     arrivals [rows, KV heads] int32, zero before and after; programs beyond the shares that a row has end at once.
 
-    EARLY: lengths and tables are read before the wait (see ``overlap``). AHEAD: so many keys of the share are asked
-    for at once, before the wait where EARLY; LATER: and as many of the row ``later`` further on.
+    EARLY: lengths and tables are read before the wait (see ``overlap``).
     """
     let_next_begin(OVERLAPS)
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -250,16 +177,6 @@ def decode_kernel(
     table = tables + row.to(tl.int64) * table_stride
     keys += kv_head * KEY_HEAD
     values += kv_head * VALUE_HEAD
-    if AHEAD:
-        ask_ahead(
-            keys, values, table, begin * BLOCK_N, tl.minimum(end * BLOCK_N, length), key_stride, value_stride, D, DV,
-            KEY_TOKEN, VALUE_TOKEN, BLOCK_TOKENS, AHEAD,
-        )  # fmt: skip
-    if LATER:
-        ask_later(
-            keys, values, lengths, tables, row + later, table_stride, key_stride, value_stride, D, DV, KEY_TOKEN,
-            VALUE_TOKEN, BLOCK_TOKENS, WINDOW, LATER,
-        )  # fmt: skip
     at = begin * BLOCK_N + tl.arange(0, BLOCK_N)
     ids = block_ids(table, at, length, BLOCK_TOKENS)
     if EARLY:

@@ -78,6 +78,34 @@ def attend(
     return acc, total, top
 
 
+@triton.jit
+def share_of(
+    low,
+    high,
+    length,
+    split,
+    splits,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Which keys the queries at positions low .. high see, and which tiles of them a share takes.
+
+    -> the first key; the share's tiles, begin and end; and of those, inner and outer, what all queries see whole.
+    """
+    first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else length * 0
+    last = tl.minimum(tl.maximum(high + 1, 0), length) if CAUSAL else length
+    first_tile, end_tile = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
+    share = tl.cdiv(end_tile - first_tile, splits)
+    begin = first_tile + split * share
+    end = tl.minimum(begin + share, end_tile)
+    inner = tl.cdiv(tl.maximum(high - WINDOW + 1, 0), BLOCK_N) if WINDOW else begin
+    outer = (tl.minimum(tl.maximum(low + 1, 0), length) if CAUSAL else length) // BLOCK_N
+    inner = tl.minimum(tl.maximum(inner, begin), tl.maximum(end, begin))
+    outer = tl.minimum(tl.maximum(outer, inner), tl.maximum(end, inner))
+    return first, begin, end, inner, outer
+
+
 @triton.jit(do_not_specialize=["table_stride", "rows", "base", "tiles"])
 def prefill_kernel(
     out,
@@ -145,18 +173,7 @@ def prefill_kernel(
     positions = length - row_end + tokens
     low = length - row_end + begin_token  # the positions of the tile's first and last query
     high = length - row_end + tl.minimum(begin_token + BLOCK_Q, row_end) - 1
-
-    first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else length * 0
-    last = tl.minimum(tl.maximum(high + 1, 0), length) if CAUSAL else length
-    first_tile, end_tile = first // BLOCK_N, tl.cdiv(last, BLOCK_N)
-    share = tl.cdiv(end_tile - first_tile, splits)
-    begin = first_tile + split * share
-    end = tl.minimum(begin + share, end_tile)
-    # Tiles that all queries see whole: from ``inner`` to ``outer``.
-    inner = tl.cdiv(tl.maximum(high - WINDOW + 1, 0), BLOCK_N) if WINDOW else begin
-    outer = (tl.minimum(tl.maximum(low + 1, 0), length) if CAUSAL else length) // BLOCK_N
-    inner = tl.minimum(tl.maximum(inner, begin), tl.maximum(end, begin))
-    outer = tl.minimum(tl.maximum(outer, inner), tl.maximum(end, inner))
+    first, begin, end, inner, outer = share_of(low, high, length, split, splits, WINDOW, CAUSAL, BLOCK_N)
 
     q_tile = tl.load(
         q + tokens.to(tl.int64)[:, None] * q_stride + heads[:, None] * D + columns[None, :],

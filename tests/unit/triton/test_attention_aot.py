@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from drivetrain_api.v1 import AttentionSpec, CacheLayout, CachePart, CacheSpec
-from drivetrain_triton.attention_choice import MAX_SPLITS, decode_tiles, fetched_ahead, prefill_tiles, shares_at_once
+from drivetrain_triton.attention_choice import MAX_SPLITS, decode_tiles, prefill_tiles, shares_at_once
 from drivetrain_triton.attention_decode import decode_kernel, merge_kernel
 from drivetrain_triton.attention_prefill import prefill_kernel
 from drivetrain_triton.attention_write import rotate_kernel, write_kernel
@@ -63,18 +63,14 @@ def measure(name, kernel, constants, warps, stages):
     print(json.dumps({
         "name": name, "registers": registers, "stack": stack, "shared": made.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"), "copies": ptx.count("cp.async.cg"), "waits": "griddepcontrol" in ptx,
-        "asks": ptx.count("prefetch.L2"),
     }))
 
 
 tiles = decode_tiles(spec, target)
 for direct in (True, False):
     fixed = sizes | rules | {"DIRECT": direct, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP_PAD": 4}
-    fixed |= {"MOST": MAX_SPLITS, "CHUNK": shares_at_once(spec), "EARLY": target.overlaps, "LATER": 0}
-    fixed |= {"AHEAD": fetched_ahead(spec, target)}
+    fixed |= {"MOST": MAX_SPLITS, "CHUNK": shares_at_once(spec), "EARLY": target.overlaps}
     measure(f"decode, direct {direct}", decode_kernel, fixed, tiles.warps, tiles.stages)
-    if direct and target.overlaps:
-        measure("decode, later rows", decode_kernel, fixed | {"LATER": 64}, tiles.warps, tiles.stages)
 for queries in (4, 16, 4096):
     tiles = prefill_tiles(spec, target, queries)
     fixed = sizes | rules | {"CAUSAL": True, "DIRECT": True, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
@@ -100,14 +96,13 @@ def compiled(arch, size):
 @pytest.mark.parametrize(("arch", "size"), [(80, 128), (90, 128), (100, 128), (90, 64)])
 def test_resources(arch, size):
     kernels = compiled(arch, size)
-    assert len(kernels) == (10 if arch >= 90 else 9)
+    assert len(kernels) == 9
     for kernel in kernels:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= SHARED[arch], kernel
         assert kernel["waits"] is (arch >= 90), kernel
         if kernel["name"].startswith(("decode", "prefill")):
             assert kernel["copies"] > 0, kernel
-        assert (kernel["asks"] > 0) is (kernel["name"].startswith("decode") and arch >= 90), kernel
         if kernel["name"] in ("prefill of 16", "prefill of 4096") and arch == 90:
             assert kernel["wgmma"] > 0, kernel
     if arch == 90:
