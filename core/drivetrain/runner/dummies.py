@@ -10,26 +10,31 @@ import numpy as np
 from drivetrain.sched.plan import StepPlan
 
 if TYPE_CHECKING:
+    from drivetrain.runner.batch import BatchShape
     from drivetrain.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
 
 
-def capture_plan(runner: Runner, rows: int) -> StepPlan:
-    """Return the dummy plan by which a bucket is captured: its bounds are the most that can come."""
-    return decode_plan(runner, rows, runner.config.max_model_len)
+def capture_plan(runner: Runner, shape: BatchShape) -> StepPlan:
+    """Return the dummy plan by which a bucket is captured: its bounds are the most that can come, and one row of a
+    small step has all query tokens."""
+    longest = runner.config.max_model_len
+    if shape.rows == shape.tokens:
+        return decode_plan(runner, shape.rows, longest)
+    return prefill_plan(runner, 1, shape.tokens, longest)
 
 
 def capture_missing(runner: Runner) -> bool:
     """Capture one bucket that is still missing. Returns whether there was any. Never waits for the device; when a
     capture fails its steps stay eager, and no other is tried."""
-    rows = runner.graphs.missing()
-    if not rows:
+    shape = runner.graphs.missing()
+    if shape is None:
         return False
     try:
-        runner.capture(capture_plan(runner, rows))
+        runner.capture(capture_plan(runner, shape), shape)
     except Exception as error:
-        logger.error("steps of %d rows could not be captured; they run eagerly", rows, exc_info=error)
+        logger.error("steps of %d tokens could not be captured; they run eagerly", shape.tokens, exc_info=error)
         runner.graphs.give_up()
     return True
 

@@ -1,22 +1,24 @@
-"""Captured decode steps: one bucket of rows, two graphs.
+"""Captured steps: buckets of decode rows, two graphs each, and of small steps with prompts, one graph each.
 
 The first holds a whole forward: preparation from the row tables, attention plans, layers, final norm. The second draws
 greedily from its hidden states and keeps the tokens. Both read and write device memory alone, so a step in steady
-decode is two launches and one copy to the host; only a change of the batch's rows is uploaded before.
+decode is two launches and one copy to the host; only a change of the batch's rows is uploaded before. A bucket of
+small steps takes any mix of few rows and so many query tokens, ids uploaded; such steps draw eagerly.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from drivetrain.runner.batch import BatchArrays, BatchShape
-from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, NON_GREEDY
+from drivetrain.runner.forward import BATCH_ARRAYS
+from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, NON_GREEDY, POOLING
 from drivetrain.runner.sampler import RowUpdate, SampleSet
 
 if TYPE_CHECKING:
@@ -28,26 +30,37 @@ if TYPE_CHECKING:
     from drivetrain_api.v1 import Backend, Graph, GraphBudget, Prepared, ShapePolicy
 
 FED = "fed"
+DECODE_FED = ("rows", "num_new")
 EACH_UP_TO = 8
+CHUNK_ROWS = 8
+NOTHING = np.zeros(0, np.int32)
+CHUNK_TOKENS = (16, 32, 64, 128, 256)
 WANTED = 64  # plans that are remembered
 WASTE = 1.5  # a larger bucket serves while it is at most so much larger; beyond, an eager step is sooner done
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Captured:
-    """One bucket of B rows. The tensors keep their addresses. ``fed`` [2, B]: each place's row of the tables, and its
-    query tokens (0: padded); ``rows``: what it holds, as the host last sent it. ``sampling``: the second graph's
-    results, where there is one."""
+    """One bucket of B rows and T query tokens. The tensors keep their addresses. ``fed``: the batch arrays that steps
+    send, flat, in the order of ``names``; ``sent``: what the host sent last; ``rows`` [B]: the part of ``fed`` that is
+    the rows. ``drawing``: the second graph of decode rows, its results behind it."""
 
     shape: BatchShape
+    names: tuple[str, ...]
     graph: Graph
     fed: torch.Tensor
+    rows: torch.Tensor
     prepared: Prepared
-    hidden: torch.Tensor  # [B, hidden]
-    rows: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), np.int32))
+    hidden: torch.Tensor  # [T, hidden]
+    sent: np.ndarray
     drawing: Graph | None = None
     update: RowUpdate | None = None
     packed: torch.Tensor | None = None  # [2 B]
+
+    @property
+    def steady(self) -> bool:
+        """Whether its steps have one token a row."""
+        return self.names == DECODE_FED
 
     def draws(self, facts: int) -> bool:
         """Return whether the second graph does all that rows of these facts ask for."""
@@ -55,7 +68,7 @@ class Captured:
 
     def sample_set(self, part: SampleSet) -> None:
         """Let a set of all the bucket's rows see the replayed step."""
-        part.views = {"rows": self.fed[0], "logit_rows": self.fed[0]}
+        part.views = {"rows": self.rows, "logit_rows": self.rows}
         part.hidden = self.hidden
         part.lengths = part.positions = self.prepared.lengths
 
@@ -69,7 +82,8 @@ class Captured:
 
 
 class DecodeGraphs:
-    """Buckets by row count. Empty where the backend has no graphs or an attention can't be captured: eager then."""
+    """Buckets by row count, and by query tokens those of small steps. Empty where the backend has no graphs or an
+    attention can't be captured: eager then."""
 
     def __init__(
         self,
@@ -78,9 +92,12 @@ class DecodeGraphs:
         buckets: Sequence[int],
         widths: Sequence[int],
         sampler: Sampler | None,
+        chunks: Sequence[int] = (),
     ) -> None:
-        """``sampler``: None where drawing is not captured."""
+        """``sampler``: None where drawing is not captured. ``chunks``: query tokens of small steps with prompts."""
         self.buckets = tuple(buckets)
+        self.chunks = tuple(chunks)
+        self._chunks: dict[int, Captured] = {}
         self._backend = backend
         self._passes = passes
         self._widths = tuple(widths)
@@ -92,42 +109,60 @@ class DecodeGraphs:
     @property
     def count(self) -> int:
         """Buckets that are captured now."""
-        return len(self._captured)
+        return len(self._captured) + len(self._chunks)
 
     def find(self, plan: StepPlan) -> Captured | None:
         """Return the captured bucket that serves this plan, None when it has to run eagerly."""
-        special = plan.embeds or plan.positions or plan.exports
-        if not self._captured or plan.num_decode != plan.num_rows or plan.num_rows == 0 or special:
+        if plan.embeds or plan.positions or plan.exports or plan.num_rows == 0:
             return None
+        if plan.num_decode != plan.num_rows:
+            return self._find_chunk(plan)
         best = min((rows for rows in self._captured if rows >= plan.num_rows), default=None)
         if best is not None and best == self._bucket(plan.num_rows):
             return self._captured[best]
         self._wanted = [*self._wanted[1 - WANTED :], plan.num_rows]
         return self._captured[best] if best is not None and best <= WASTE * plan.num_rows else None
 
+    def _find_chunk(self, plan: StepPlan) -> Captured | None:
+        """A small step with prompts; rows that pool need the hidden states of all their tokens. A bucket's last row
+        carries the padded tokens."""
+        if not self._chunks or plan.num_rows >= CHUNK_ROWS or plan.num_verify or plan.dummy:
+            return None
+        best = min((tokens for tokens in self._chunks if tokens >= plan.num_tokens), default=None)
+        pools = best is not None and (self._passes.tables.row_flags(plan.rows) & POOLING).any()
+        return None if best is None or pools else self._chunks[best]
+
     def _bucket(self, rows: int) -> int:
         """The bucket that such a plan is meant for; 0 where it is larger than all."""
         return next((bucket for bucket in self.buckets if bucket >= rows), 0)
 
-    def missing(self) -> int:
-        """Return the bucket to capture next, the one that plans have missed most of late; 0 when all are there."""
+    def missing(self) -> BatchShape | None:
+        """Return the shape of the bucket to capture next: one that plans have missed of late, small steps, then the
+        others; None when all are there."""
         counts = Counter(bucket for rows in self._wanted if (bucket := self._bucket(rows)) not in self._captured)
         counts.pop(0, None)
         if counts:
-            return counts.most_common(1)[0][0]
-        return next((bucket for bucket in self.buckets if bucket not in self._captured), 0)
+            return self.capture_shape(counts.most_common(1)[0][0])
+        tokens = next((tokens for tokens in self.chunks if tokens not in self._chunks), 0)
+        if tokens:
+            return BatchShape(rows=CHUNK_ROWS, tokens=tokens, widths=self._widths)
+        rows = next((bucket for bucket in self.buckets if bucket not in self._captured), 0)
+        return self.capture_shape(rows) if rows else None
 
     def capture_shape(self, rows: int) -> BatchShape:
-        """Return the shape at which the bucket of ``rows`` is captured."""
+        """Return the shape at which the bucket of ``rows`` decode rows is captured."""
         return BatchShape(rows=rows, tokens=rows, widths=self._widths)
 
     def capture(self, plan: StepPlan, batch: BatchArrays) -> None:
-        """Record the bucket of a dummy plan that has exactly its rows. Its work runs once before it is recorded, so
-        that nothing is compiled or loaded meanwhile."""
-        runtime, passes, shape = self._backend.device, self._passes, batch.shape
-        start = np.stack((batch.rows, np.zeros(shape.rows, np.int32)))
-        fed = runtime.from_host(start)
-        views = passes.tables.steady_inputs(shape.rows) | {"rows": fed[0], "num_new": fed[1]}
+        """Record the bucket of a dummy plan that fills its shape. Its work runs once before it is recorded, so that
+        nothing is compiled or loaded meanwhile."""
+        passes, shape = self._passes, batch.shape
+        decode = plan.num_decode == plan.num_rows
+        names = DECODE_FED if decode else BATCH_ARRAYS
+        start = flat_of(batch, names)
+        fed = self._backend.device.from_host(start)
+        parts = dict(zip(names, torch.split(fed, [getattr(batch, name).size for name in names]), strict=True))
+        views = passes.tables.steady_inputs(shape.rows) | parts if decode else parts
 
         def forward() -> tuple[Prepared, torch.Tensor]:
             prepared = passes.prepare(batch, views)
@@ -136,7 +171,19 @@ class DecodeGraphs:
             return prepared, decoder.finish(decoder.forward(decoder.embed(prepared.ids), step))
 
         graph, (prepared, hidden) = self._record(forward)
-        made = Captured(shape=shape, graph=graph, fed=fed, prepared=prepared, hidden=hidden, rows=start)
+        made = Captured(
+            shape=shape,
+            names=names,
+            graph=graph,
+            fed=fed,
+            rows=parts["rows"],
+            prepared=prepared,
+            hidden=hidden,
+            sent=NOTHING,
+        )
+        if not decode:
+            self._chunks[shape.tokens] = made
+            return
         if self._sampler is not None:
             self._capture_drawing(made, plan, batch, self._sampler)
         self._captured[shape.rows] = made
@@ -157,11 +204,11 @@ class DecodeGraphs:
         return graphs.capture(run)
 
     def pack(self, captured: Captured, batch: BatchArrays, pack: Pack) -> None:
-        """Add the batch's rows to the upload where they are not the ones of the bucket's last step."""
-        fed = np.stack((batch.rows, batch.num_new))
-        if not np.array_equal(fed, captured.rows):
+        """Add what the bucket is fed to the upload where it is not what its last step sent."""
+        fed = flat_of(batch, captured.names)
+        if not np.array_equal(fed, captured.sent):
             pack.add(FED, fed)
-            captured.rows = fed
+            captured.sent = fed
 
     def run(self, captured: Captured, views: dict[str, torch.Tensor]) -> None:
         """Queue the bucket's forward. What it holds is valid until its next replay."""
@@ -171,21 +218,27 @@ class DecodeGraphs:
         captured.graph.replay()
 
     def forget_rows(self) -> None:
-        """Upload the rows anew with every bucket's next step: an upload may not have come."""
-        for captured in self._captured.values():
-            captured.rows = np.zeros((2, 0), np.int32)
+        """Upload anew with every bucket's next step: an upload may not have come."""
+        for captured in (*self._captured.values(), *self._chunks.values()):
+            captured.sent = NOTHING
 
     def give_up(self) -> None:
         """Capture no more."""
-        self.buckets = tuple(self._captured)
+        self.buckets, self.chunks = tuple(self._captured), tuple(self._chunks)
 
     def close(self) -> None:
         """Release every graph."""
-        for captured in self._captured.values():
+        for captured in (*self._captured.values(), *self._chunks.values()):
             captured.graph.release()
             if captured.drawing is not None:
                 captured.drawing.release()
         self._captured.clear()
+        self._chunks.clear()
+
+
+def flat_of(batch: BatchArrays, names: Sequence[str]) -> np.ndarray:
+    """Return those arrays of a batch as one."""
+    return np.concatenate([getattr(batch, name) for name in names])
 
 
 def decode_graphs(
@@ -203,7 +256,10 @@ def decode_graphs(
     budget = backend.graphs.budget
     drawn = sampler if budget.max_graphs != 1 else None
     share = replace(budget, max_graphs=budget.max_graphs // 2) if drawn is not None else budget
-    return DecodeGraphs(backend, passes, graph_buckets(backend.shapes, share, max_rows), builder.max_widths, drawn)
+    buckets = graph_buckets(backend.shapes, share, max_rows)
+    mixed = all(group.attention.traits.graph == "any" for group in groups) and backend.shapes.dynamic
+    chunks = CHUNK_TOKENS if mixed and buckets and not budget.max_graphs else ()
+    return DecodeGraphs(backend, passes, buckets, builder.max_widths, drawn, chunks)
 
 
 def graph_buckets(policy: ShapePolicy, budget: GraphBudget, max_rows: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from drivetrain.errors import ConfigError, StepError
-from drivetrain.runner.batch import BatchArrays, BatchBuilder
+from drivetrain.runner.batch import BatchArrays, BatchBuilder, BatchShape
 from drivetrain.runner.caches import announce_freed, change_blocks, pack_freed
 from drivetrain.runner.flight import InFlight
 from drivetrain.runner.forward import ForwardPass
@@ -211,7 +211,8 @@ class Runner:
     def _choose_samples(self, flight: InFlight, batch: BatchArrays) -> None:
         """Split the sampling rows into early and late ones; rows that pool draw nothing."""
         plan = flight.plan
-        steady = (batch.steady or flight.captured is not None) and not plan.late_rows
+        captured = flight.captured
+        steady = (batch.steady if captured is None else captured.steady) and not plan.late_rows
         flags = NO_FLAGS if steady and self.tables.plain() else self.tables.row_flags(plan.rows)
         flight.facts = facts = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if not self.config.last:
@@ -248,10 +249,10 @@ class Runner:
         for prefix, part in flight.sets():
             part.pack(prefix, pack)
 
-    def capture(self, plan: StepPlan) -> None:
-        """Record the graph of a decode plan that has exactly one bucket's rows (warm-up only)."""
+    def capture(self, plan: StepPlan, shape: BatchShape) -> None:
+        """Record the bucket of a shape by a dummy plan that fills it."""
         with self.runtime.activate(), torch.no_grad():
-            self.graphs.capture(plan, self.builder.arrays(plan, self.graphs.capture_shape(plan.num_rows)))
+            self.graphs.capture(plan, self.builder.arrays(plan, shape))
 
     # -- sample ----------------------------------------------------------------------------------------------
 

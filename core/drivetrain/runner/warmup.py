@@ -68,8 +68,9 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
         buckets = runner.graphs.buckets
         first = [b for b in buckets if b <= EACH_UP_TO or b == buckets[-1] or not dynamic]
         for rows in reversed(first):  # the largest first: the others' memory then lies in what it has freed
-            plan = capture_plan(runner, rows)
-            runner.capture(plan)
+            shape = runner.graphs.capture_shape(rows)
+            plan = capture_plan(runner, shape)
+            runner.capture(plan, shape)
             run_dummy(runner, plan, Variant())
     finally:
         tables.flags[tables.padding_row] = 0

@@ -10,12 +10,12 @@ from drivetrain.models.build import build, load
 from drivetrain.models.families import read_spec
 from drivetrain.models.source import resolve
 from drivetrain.ops import Ops
-from drivetrain.runner.batch import step_limits
+from drivetrain.runner.batch import BatchShape, step_limits
 from drivetrain.runner.dummies import capture_missing, capture_plan
 from drivetrain.runner.graphs import graph_buckets
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.warmup import warm_up
-from drivetrain_api.v1 import GraphBudget, ShapePolicy
+from drivetrain_api.v1 import AttentionTraits, GraphBudget, ShapePolicy
 from tests.checkpoints import tiny_checkpoint
 from tests.unit.runner.devices import device
 from tests.unit.runner.fakes import Job, MiniScheduler, drive, runner_config
@@ -71,6 +71,10 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(checkpoint, kind: str) -> 
     assert runner.graphs.count == 0
 
 
+def shape(runner: Runner, rows: int) -> BatchShape:
+    return runner.graphs.capture_shape(rows)
+
+
 def lose(runner: Runner, rows: int) -> None:
     """Take a bucket away, as if it had not been captured yet."""
     captured = runner.graphs._captured.pop(rows)
@@ -83,12 +87,36 @@ def test_large_buckets_are_captured_later_those_first_that_plans_missed(checkpoi
     warm_up(runner, step_limits(runner.backend.shapes, 20, 48))
     assert runner.graphs.buckets == (1, 20) and runner.graphs.count == 2
     lose(runner, 20)
-    assert runner.graphs.find(capture_plan(runner, 1)) is not None
-    assert runner.graphs.find(capture_plan(runner, 19)) is None and runner.graphs.missing() == 20
+    assert runner.graphs.find(capture_plan(runner, shape(runner, 1))) is not None
+    assert runner.graphs.find(capture_plan(runner, shape(runner, 19))) is None and runner.graphs.missing() == shape(
+        runner, 20
+    )
     assert capture_missing(runner) and runner.graphs.count == 2
-    assert runner.graphs.find(capture_plan(runner, 19)) is not None
+    assert runner.graphs.find(capture_plan(runner, shape(runner, 19))) is not None
     assert not capture_missing(runner)
     runner.close()
+
+
+def test_small_steps_with_prompts_are_replayed_too(checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr("drivetrain_mirage.graphs.MirageGraphs.budget", GraphBudget())
+    monkeypatch.setattr("drivetrain_mirage.graphs.MAX_GRAPHS", 100)
+    monkeypatch.setattr(
+        "drivetrain_mirage.providers.MirageAttention.traits",
+        AttentionTraits(lengths="device", row_order="any", graph="any"),
+    )
+    wanted = serve(real_runner(checkpoint, device("cpu"), max_num_seqs=6), 1)
+    runner = real_runner(checkpoint, device("mirage", native=True, delay=0.002), depth=2)
+    warm_up(runner, step_limits(runner.backend.shapes, 6, 48))
+    while capture_missing(runner):
+        pass
+    replayed = []
+    inner = runner.graphs.run
+    runner.graphs.run = lambda captured, views: (replayed.append(captured.shape.tokens), inner(captured, views))[1]
+    assert serve(runner, 2) == wanted
+    assert {16, 32, 64} & set(replayed), "steps with prompts must have been replayed"
+    assert set(replayed) & {1, 2, 3, 4, 5}, "steps of decode rows must have been replayed"
+    runner.close()
+    assert runner.graphs.count == 0
 
 
 def test_a_capture_that_fails_leaves_its_steps_eager(checkpoint, caplog) -> None:

@@ -109,7 +109,8 @@ class PagedAttention(Protocol):
 
 
 class GraphAttention(Protocol):
-    """Optional, beside ``PagedAttention``: plans inside captured graphs of steps of one token a row."""
+    """Optional, beside ``PagedAttention``: plans inside captured graphs. ``AttentionTraits.graph`` says of which steps:
+    of one token a row, or any (rows and query tokens as captured, their division among rows as the device says)."""
 
     def plan_for_capture(self, batch: AttentionBatch) -> Any:
         """Make a plan while a graph is recorded: device work that is queued here is recorded and replayed too. All
