@@ -1,0 +1,124 @@
+"""Runs of ops: a claim on a whole run is taken, anything less leaves each op by itself; faults are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drivetrain.errors import ConfigError, DeviceError
+from drivetrain.ops import Ops
+from drivetrain.ops.provided import ask_fused
+from drivetrain.ops.reference.dense import ReferenceLinear
+from drivetrain_api.v1 import Fused, GatedActivationSpec, OpTraits, Provided, RopeSpec
+from tests.unit.ops.test_facade import LINEAR, NORM, attention, backend, marker, refuses
+
+GATED = GatedActivationSpec(dtype="float32", size=1, kind="silu")
+ROPE = RopeSpec(dtype="float32", head_dim=8, rotary_dim=8)
+PRODUCT = (LINEAR, GATED)
+
+
+class Claims:
+    """A backend's ``fuse`` with one answer, and what it was asked."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+        self.asked: list = []
+
+    def __call__(self, specs):
+        self.asked.append(tuple(specs))
+        return self.answer
+
+
+def claim(implementation=None, count: int = 2, **more) -> Fused:
+    made = ReferenceLinear(LINEAR) if implementation is None else implementation
+    return Fused(count=count, provided=Provided(**{"implementation": made, "label": "gated", **more}))
+
+
+def ops_of(fuse, **more) -> Ops:
+    return Ops(replace(backend(), fuse=fuse), block_tokens=16, **more)
+
+
+def entry() -> tuple:
+    return NORM, ROPE, attention()
+
+
+def test_a_claim_on_the_whole_run_is_taken_asked_for_once_and_counted() -> None:
+    claims = Claims(claim())
+    ops = ops_of(claims)
+    first = ops.fuse(*PRODUCT)
+    assert first is claims.answer.provided.implementation
+    assert ops.fuse(LINEAR, replace(GATED)) is first, "equal specs are the same run"
+    assert claims.asked == [PRODUCT] and [c.count for c in ops.report] == [2]
+    assert ops.fuse(LINEAR, replace(GATED, kind="gelu_tanh")) is first
+    assert len(claims.asked) == 2 and [c.count for c in ops.report] == [2, 1]
+
+
+@pytest.mark.parametrize("answer", [None, claim(count=1), claim(count=3)], ids=["none", "part", "more"])
+def test_less_or_more_than_the_whole_run_is_no_claim(answer) -> None:
+    claims = Claims(answer)
+    ops = ops_of(claims)
+    assert ops.fuse(*PRODUCT) is None and ops.fuse(*PRODUCT) is None
+    assert claims.asked == [PRODUCT], "a run that nobody claimed is not asked for again"
+    assert ops.report == ()
+    assert isinstance(ops.bind(LINEAR), ReferenceLinear)
+    assert ask_fused(ops.backend, PRODUCT) is None
+
+
+def test_a_backend_that_names_no_claims_has_none() -> None:
+    assert Ops(backend(), block_tokens=16).fuse(*entry()) is None
+
+
+def test_the_run_is_reported_by_its_ops_after_what_is_bound() -> None:
+    ops = ops_of(lambda specs: claim(marker, count=3, label="shared: entry") if len(specs) == 3 else None)
+    run = entry()
+    assert ops.fuse(*run) is marker
+    ops.bind(LINEAR)
+    bound, fused = ops.report
+    assert bound.op == "linear/1"
+    assert (fused.op, fused.spec) == ("norm.rms/1 + rope.apply/1 + attention.paged/1", run[-1])
+    assert (fused.provider, fused.label, fused.reason, fused.count) == ("shared", "shared: entry", "", 1)
+
+
+def test_deterministic_takes_invariant_runs_only() -> None:
+    invariant = OpTraits(batch_invariant=True)
+    taken = ops_of(Claims(claim(traits=invariant)), deterministic=True)
+    assert taken.fuse(*PRODUCT) is not None and taken.report[0].traits == invariant
+    left = ops_of(Claims(claim()), deterministic=True)
+    assert left.fuse(*PRODUCT) is None and left.report == ()
+    assert ops_of(Claims(claim())).fuse(*PRODUCT) is not None
+
+
+@pytest.mark.parametrize(
+    ("fuse", "run", "expected"),
+    [
+        (refuses("boom"), PRODUCT, r"raised RuntimeError: boom \(.*test_facade"),
+        (lambda s: "x", PRODUCT, "returned str 'x', expected Fused or None"),
+        (lambda s: claim().provided, PRODUCT, "returned an object of type Provided, expected Fused or None"),
+        (lambda s: Fused(count=2, provided=None), PRODUCT, "returned an object of type Fused, expected Fused or None"),
+        (lambda s: claim(marker), PRODUCT, "it has no packed_bytes, pack, apply"),
+        (lambda s: claim(label=None), PRODUCT, "gave the label None, expected text"),
+        (lambda s: claim(traits=5), PRODUCT, "the traits int 5, expected OpTraits"),
+        (lambda s: claim(5, count=3), None, "the implementation int 5, expected a callable"),
+    ],
+)
+def test_what_can_not_be_bound_names_wheel_and_ops(fuse, run, expected: str) -> None:
+    run = run or entry()
+    ops, first = r" \+ ".join(spec.op for spec in run), type(run[0]).__name__
+    with pytest.raises(DeviceError, match=rf"the backend: fuse\({ops}\) .*{expected}.*asked for \({first}"):
+        ops_of(fuse).fuse(*run)
+
+
+def test_the_engines_own_errors_pass_through() -> None:
+    def fuse(specs):
+        raise ConfigError("this option forbids it")
+
+    with pytest.raises(ConfigError, match=r"^this option forbids it"):
+        ops_of(fuse).fuse(*PRODUCT)
+
+
+def test_what_was_taken_computes() -> None:
+    made = ops_of(Claims(claim())).fuse(*PRODUCT)
+    packed = made.pack(torch.ones(2, 4), None)
+    assert made.apply(torch.ones(3, 4), packed).tolist() == [[4.0, 4.0]] * 3

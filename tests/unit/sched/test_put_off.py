@@ -1,0 +1,76 @@
+"""Work that was put off at the start: done when idle, for a share of the time between steps, then never again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from drivetrain.loop import LATER_SHARE, Loop
+from tests.unit.sched.simulated import ask
+from tests.unit.sched.test_scheduler import prompt, run, setup
+
+STEP_SECONDS, PIECE_SECONDS = 1.0, 0.5
+
+
+class PutOff:
+    """An executor's pieces of work on a clock of its own: a step and a piece take their time there."""
+
+    def __init__(self, loop: Loop, runner, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop, self.left, self.now = loop, pieces, 0.0
+        self.done: list[tuple[float, float]] = []
+        self.asked = 0
+        self._forward = runner.forward
+        runner.later, runner.forward = self.later, self.forward
+        monkeypatch.setattr("drivetrain.loop.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def forward(self, plan) -> None:
+        self.now += STEP_SECONDS
+        self._forward(plan)
+
+    def later(self) -> bool:
+        self.asked += 1
+        if self.left == 0:
+            return False
+        begin, self.now, self.left = self.now, self.now + PIECE_SECONDS, self.left - 1
+        self.done.append((begin, self.now))
+        return True
+
+
+@pytest.fixture
+def put_off(monkeypatch):
+    def make(pieces: int, depth: int = 1) -> PutOff:
+        loop, runner = setup(depth)
+        return PutOff(loop, runner, pieces, monkeypatch)
+
+    return make
+
+
+def test_an_idle_loop_does_a_piece_a_call_and_says_when_none_is_left(put_off) -> None:
+    made = put_off(3)
+    assert [made.loop.idle() for _ in range(6)] == [True, True, True, False, False, False]
+    assert len(made.done) == 3
+    assert made.asked == 4, "once there is none, nobody asks again"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_between_steps_it_takes_a_share_of_the_time_at_most(put_off, depth: int) -> None:
+    made = put_off(10_000, depth)
+    for number in range(6):
+        made.loop.submit(ask(number, prompt(9, number), 60, eos_ids=()))
+        run(made.loop)
+    assert len(made.done) > 5, "a busy loop works it off too"
+    for (begin, end), (following, _) in zip(made.done, made.done[1:], strict=False):
+        assert following - end >= (end - begin) / LATER_SHARE
+        assert following - end < (end - begin) / LATER_SHARE + 2 * STEP_SECONDS, "and no later than at the next step"
+    used = sum(end - begin for begin, end in made.done[:-1])
+    assert used <= LATER_SHARE * made.done[-1][0]
+
+
+def test_steps_ask_no_more_once_there_is_none(put_off) -> None:
+    made = put_off(1)
+    for number in range(3):
+        made.loop.submit(ask(number, prompt(9, number), 60, eos_ids=()))
+        run(made.loop)
+    assert made.asked == 2 and len(made.done) == 1
+    assert not made.loop.idle() and made.asked == 2

@@ -1,0 +1,68 @@
+"""What the loop's process does without work: a piece that was put off between two looks at the socket, then sleep."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+from drivetrain.server.loop_process import Driver
+from drivetrain.server.messages import Stop
+
+BEAT = 0.25
+
+
+class Told:
+    """A loop with some steps of work and some pieces put off, and a channel; writes down who was called."""
+
+    def __init__(self, steps: int, pieces: int, looks: int) -> None:
+        self.steps, self.pieces, self.looks = steps, pieces, looks
+        self.log: list[object] = []
+        self.in_flight = 1
+
+    def has_work(self) -> bool:
+        return self.steps > 0
+
+    def step(self) -> tuple:
+        self.steps -= 1
+        self.log.append("step")
+        return ()
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def send(self, message: object) -> None:
+        """Beats are of no interest here."""
+
+    def receive(self, timeout: float) -> Stop | None:
+        self.looks -= 1
+        if self.looks < 0:
+            return None
+        self.log.append(timeout)
+        return Stop() if self.looks == 0 else None
+
+
+class Idling(Told):
+    def idle(self) -> bool:
+        self.log.append("idle")
+        self.pieces -= 1
+        return self.pieces >= 0
+
+
+def drive(told: Told) -> list[object]:
+    Driver(told, told, BEAT, os.getppid()).run()
+    return told.log
+
+
+def test_pieces_are_done_without_work_only_and_messages_are_seen_between_them() -> None:
+    log = drive(Idling(steps=2, pieces=3, looks=7))
+    assert log[:4] == [0.0, "step", 0.0, "step"]
+    assert log[4:10] == ["idle", 0.0] * 3
+    assert log[10:] == ["idle", BEAT] * 2, "with none left it sleeps on the socket"
+
+
+def test_nothing_put_off_means_sleep_at_once() -> None:
+    assert drive(Idling(steps=0, pieces=0, looks=3)) == ["idle", BEAT] * 3
+
+
+def test_a_loop_that_puts_nothing_off_needs_no_such_call() -> None:
+    assert drive(Told(steps=1, pieces=9, looks=3)) == [0.0, "step", BEAT, BEAT]
