@@ -51,7 +51,7 @@ class CudaPlugin:
             torch_device_type="cuda",
             options=OPTIONS,
             proof="measured",
-            notes="ops, tiny models and graphs were checked on one H200 (torch 2.11, Triton 3.6); other cards are expected to work",
+            notes="checked on one H200 (torch 2.11, Triton 3.6); other cards are expected to work, not run",
         )
 
     @hookimpl
