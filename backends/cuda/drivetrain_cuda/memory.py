@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
-from drivetrain_api.v1 import Baseline, DeviceRuntime, MemoryUse
+from drivetrain_api.v1 import Baseline, DeviceRuntime, generic_profiler
 
 GRAPH_BYTES = 1 << 20  # of one graph: its nodes and their arguments
 CODE_BYTES = 288 << 20  # kernels, cuBLAS and its workspace, loaded with the first steps
@@ -18,6 +17,7 @@ class CudaMemory:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
+        self.measure = generic_profiler(runtime).measure
 
     def baseline(self) -> Baseline:
         """The context of this process is what the card has in use now; another process's share can't be told from it
@@ -26,23 +26,6 @@ class CudaMemory:
         free, total = torch.cuda.mem_get_info(self._runtime.device)
         held = torch.cuda.memory_reserved(self._runtime.device)
         return Baseline(context=total - free - held + CODE_BYTES, others=0, total=total)
-
-    def measure(self, run: Callable[[], Any]) -> MemoryUse:
-        """Run to the end and measure."""
-        runtime = self._runtime
-        runtime.synchronize()
-        runtime.trim()
-        runtime.reset_peak()
-        before = runtime.memory()
-        run()
-        runtime.synchronize()
-        after = runtime.memory()
-        taken = (before.free - after.free) - (after.allocated - before.allocated)
-        return MemoryUse(
-            persistent=max(0, after.allocated - before.allocated),
-            peak=max(0, after.peak - before.allocated),
-            outside=max(0, taken),
-        )
 
     def graph_estimate(self, num_graphs: int, largest_tokens: int) -> Mapping[str, int]:
         """Nodes and arguments; activations are the core's to count."""
