@@ -27,6 +27,14 @@ class CudaMemory:
         held = torch.cuda.memory_reserved(self._runtime.device)
         return Baseline(context=total - free - held + CODE_BYTES, others=0, total=total)
 
+    def peak_in_use(self) -> int:
+        """What lies outside torch's allocator now, and the most that it has held."""
+        device = self._runtime.device
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)
+        return outside + torch.cuda.max_memory_reserved(device)
+
     def graph_estimate(self, num_graphs: int, largest_tokens: int) -> Mapping[str, int]:
         """Nodes and arguments; activations are the core's to count."""
         return {"bytes": num_graphs * GRAPH_BYTES}

@@ -13,6 +13,7 @@ from .device import (
     MemoryInfo,
     MemoryProfiler,
     MemoryUse,
+    PeakReport,
     Stream,
 )
 from .graphs import Graph, GraphBudget, Graphs
@@ -126,6 +127,7 @@ __all__ = [
     "OptionSpec",
     "Packed",
     "PagedAttention",
+    "PeakReport",
     "PlanSummary",
     "PrepareInputs",
     "PrepareSpec",

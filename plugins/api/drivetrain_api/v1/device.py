@@ -195,3 +195,11 @@ class MemoryProfiler(Protocol):
 
     def graph_estimate(self, num_graphs: int, largest_tokens: int) -> Mapping[str, int]:
         """Estimate what capture will take: ``bytes`` and other limited resources by name (streams, handles)."""
+
+
+class PeakReport(Protocol):
+    """Optional, beside ``MemoryProfiler``, where the device counts more than the runtime's allocator sees."""
+
+    def peak_in_use(self) -> int:
+        """Return the most bytes in use since the last peak measurement began, the context and loaded code included: what
+        a memory plan's peak is held against. Waits."""
