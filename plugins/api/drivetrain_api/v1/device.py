@@ -201,5 +201,5 @@ class PeakReport(Protocol):
     """Optional, beside ``MemoryProfiler``, where the device counts more than the runtime's allocator sees."""
 
     def peak_in_use(self) -> int:
-        """Return the most bytes in use since the last peak measurement began, the context and loaded code included: what
-        a memory plan's peak is held against. Waits."""
+        """Return the most bytes in use since the last peak measurement began, the context and loaded code included:
+        what a memory plan's peak is held against. Waits."""
