@@ -44,6 +44,8 @@ class NativePrepare:
             self._groups, inputs.block_tables, widths, tables, parts[5::2], strict=True
         ):
             check(self._dtype, table)
+            if not 0 < width <= table.shape[1]:
+                raise IndexError(f"a step wants {width} blocks a row of a table of {table.shape[1]}")
             group.table, group.stride, group.width = table.data_ptr(), table.stride(0), width
             group.blocks, group.slots = blocks.data_ptr(), slots.data_ptr()
         self._kernels.prepare(job)

@@ -51,6 +51,15 @@ def test_a_place_that_is_not_there_is_refused_before_anything_is_written(spoilt,
     assert torch.equal(inputs.computed, before)
 
 
+@pytest.mark.parametrize("width", [0, 1000])
+def test_more_blocks_than_a_table_holds_are_refused(width):
+    case = cases(PrepareSpec.op)[-1]
+    before = case.inputs["inputs"].computed.clone()
+    with pytest.raises(IndexError, match=f"{width} blocks a row"):
+        NativePrepare(case.spec, THREADS, KERNELS)(case.inputs["inputs"], (case.inputs["widths"][0], width))
+    assert torch.equal(case.inputs["inputs"].computed, before)
+
+
 @pytest.mark.parametrize("spoil", [lambda t: t.to(torch.int64), lambda t: torch.stack((t, t), 1)[:, 0]])
 def test_another_dtype_or_layout_is_refused(spoil):
     case = cases(PrepareSpec.op)[-1]
