@@ -4,6 +4,7 @@ allocated."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ class CudaGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            graph.capture_end()
         return CudaGraph(graph), result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose run failed. What ending it then says only follows from that; and the pool may be left
+        as one that is being recorded to, which no other capture can use."""
+        self._pool = torch.cuda.graph_pool_handle()
+        with suppress(RuntimeError):
+            graph.capture_end()

@@ -19,6 +19,8 @@ from . import __version__
 from .driver import DriverError, cards
 
 OLDEST = (8, 0)  # bfloat16 products and asynchronous copies, which every kernel relies on
+# Names of the same setting. The first is the one that every torch served reads for CUDA; where both are set it wins.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 OPTIONS = (
     OptionSpec(
         key="graphs",
@@ -57,8 +59,9 @@ class CudaPlugin:
     @hookimpl
     def environment(self, devices: Sequence[int], view: ConfigView) -> Mapping[str, str]:
         """Memory that grows in place: steps of ever other sizes then leave no holes. The user's own setting stands."""
-        wanted = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        return {name: value for name, value in wanted.items() if name not in os.environ}
+        if any(name in os.environ for name in ALLOCATOR):
+            return {}
+        return {ALLOCATOR[0]: "expandable_segments:True"}
 
     @hookimpl
     def probe(self) -> Sequence[DeviceRecord] | Unavailable:

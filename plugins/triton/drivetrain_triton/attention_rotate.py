@@ -67,7 +67,7 @@ class RotateAndWrite:
             return q
         keys, values = cache.parts  # type: ignore[attr-defined]
         block_h, warps = (4, 1) if tokens <= FEW_TOKENS else (16, 4)
-        rotate_kernel[(-(-heads // block_h), tokens)](
+        rotate_kernel[(-(-heads // block_h) * tokens,)](
             q, x, q if weight is None else weight, cos, sin, keys, values, plan.slots, x.stride(0), keys.stride(0),
             values.stride(0), self._eps, **cache_strides(keys, values), **self._fixed, BLOCK_H=block_h,
             LATE=self.late, num_warps=warps, **self._target.options,

@@ -129,7 +129,8 @@ def rotate_kernel(
     LATE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Grid (parts of BLOCK_H heads, tokens): x [T, HEADS + 2 KV_HEADS, D] -> q, and k and v in the cache.
+    """x [T, HEADS + 2 KV_HEADS, D] -> q, and k and v in the cache. Programs: parts of BLOCK_H heads, token after token,
+    on one axis: a grid's others end at 65535.
 
     Pair i of the HALF rotated pairs is (PAIR_STEP i, PAIR_STEP i + PAIR_GAP); REST_PAD covers the D - 2 HALF
     dimensions after them, 0 where there are none. Value heads pass as they are.
@@ -138,8 +139,9 @@ def rotate_kernel(
     """
     if not LATE:
         let_next_begin(OVERLAPS)
-    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    token = tl.program_id(1).to(tl.int64)
+    PARTS: tl.constexpr = (HEADS + 2 * KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    head = tl.program_id(0) % PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
     inside = head < HEADS + 2 * KV_HEADS
     turns = head < HEADS + KV_HEADS
     pair = tl.arange(0, HALF_PAD)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -162,3 +164,48 @@ def test_settings_that_can_not_run_are_named():
         tensor_parallel=2,
     )
     assert [p.setting for p in validate(plan)] == ["dtype", "tensor_parallel_size"]
+
+
+def test_the_allocator_is_set_unless_the_user_has_set_it_by_either_name(monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert plugin.environment([0], ConfigView()) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with monkeypatch.context() as user:
+            user.setenv(name, "max_split_size_mb:64")
+            assert plugin.environment([0], ConfigView()) == {}
+
+
+class FakeGraph:
+    """A recording that an error in the run makes invalid: ending it then fails too, and leaves its pool in use."""
+
+    pools: ClassVar[list[int]] = []
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.pools.append(pool)
+
+    def capture_end(self):
+        if len(self.pools) == 1:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self):
+        return None
+
+    def reset(self):
+        return None
+
+
+def test_a_failed_capture_raises_what_failed_and_leaves_others_possible(monkeypatch):
+    from drivetrain_cuda.graphs import CudaGraphs
+
+    handles = iter(range(9))
+    monkeypatch.setattr(FakeGraph, "pools", [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    graphs = CudaGraphs(torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError):
+        graphs.capture(lambda: 1 // 0)
+    assert graphs.capture(lambda: 5)[1] == 5 and graphs.capture(lambda: 6)[1] == 6
+    assert FakeGraph.pools == [0, 1, 1]

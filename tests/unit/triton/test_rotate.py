@@ -102,6 +102,25 @@ def test_many_tokens_and_heads():
     compare(specs_of("bfloat16", 16, heads=14, kv_heads=7), ((70, 70), (3, 1)), True)
 
 
+def test_steps_of_more_tokens_than_a_grids_second_axis_has(monkeypatch):
+    """CUDA allows 65535 programs on every axis but the first."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **named: None
+
+    monkeypatch.setattr(attention_rotate, "rotate_kernel", Kernel())
+    _, rope, spec = specs_of("bfloat16", 16)
+    fused = attention_rotate.fuse_rotate([rope, spec], INTERPRETER).provided.implementation
+    cache = PLACE.storage.allocate(spec.layout, 2)
+    tokens, angles = 70000, torch.empty(1)
+    plan = attention.Plan(tokens=tokens, slots=torch.empty(0, dtype=torch.int32), decode=None, prefill=None)
+    fused(torch.empty(tokens, 8, 16, dtype=torch.bfloat16), None, angles, angles, cache, plan)
+    assert grids == [(tokens,)]
+
+
 def test_value_heads_keep_nan_to_themselves():
     """An infinite value must not turn its neighbours to NaN on the way."""
     specs = specs_of("float32", 16)
