@@ -78,17 +78,17 @@ def layer_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 def lean_bytes(layer: LayerSpec, hidden: int, size: int) -> int:
     """Return the bytes a token that are live at once at a layer's peak where ops hold nothing but their results.
 
-    ``size``: of an element. As ``live_elements``, but the streams are float32, and of gate and up and the activated
-    half both lie beside the carry, the normed input and the new stream.
+    ``size``: of an element. Beside the carry, the normed input and the new stream (streams are float32) lie in the
+    mixer q, k and v, then q and k normed and rotated; in the feed-forward gate and up, the activated half, the output.
     """
     mixer, ffn = layer.mixer, layer.ffn
-    inner = 0
+    inner = forward = 0
     if isinstance(mixer, AttentionMixer):
         q, k = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-        v, out = mixer.num_kv_heads * mixer.v_head_dim, mixer.num_heads * mixer.v_head_dim
-        inner = (q + k + v) + q + out
-    forward = 3 * ffn.intermediate if isinstance(ffn, GatedMlp) else 0
-    return hidden * (2 * size + 2 * 4) + max(inner + hidden, forward) * size
+        inner = (q + k + mixer.num_kv_heads * mixer.v_head_dim) + (1 if mixer.head_norm is None else 2) * (q + k)
+    if isinstance(ffn, GatedMlp):
+        forward = 3 * ffn.intermediate + hidden
+    return hidden * (2 * size + 2 * 4) + max(inner, forward) * size
 
 
 def _element_bytes(spec: ModelSpec) -> int:

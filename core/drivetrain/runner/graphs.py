@@ -22,7 +22,7 @@ from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, NON_GREEDY, POOLING
 from drivetrain.runner.sampler import RowUpdate, SampleSet
 
 if TYPE_CHECKING:
-    from drivetrain.runner.batch import BatchBuilder
+    from drivetrain.models.decoder import Decoder
     from drivetrain.runner.forward import ForwardPass
     from drivetrain.runner.sampler import Sampler
     from drivetrain.runner.staging import Pack
@@ -89,19 +89,17 @@ class DecodeGraphs:
         self,
         backend: Backend,
         passes: ForwardPass,
-        buckets: Sequence[int],
+        buckets: Buckets,
         widths: Sequence[int],
         sampler: Sampler | None,
-        chunks: Sequence[int] = (),
     ) -> None:
-        """``sampler``: None where drawing is not captured. ``chunks``: query tokens of small steps with prompts."""
-        self.buckets = tuple(buckets)
-        self.chunks = tuple(chunks)
+        """``sampler``: what draws the rows of decode steps."""
+        self.buckets, self.chunks = buckets.rows, buckets.chunks
         self._chunks: dict[int, Captured] = {}
         self._backend = backend
         self._passes = passes
         self._widths = tuple(widths)
-        self._sampler = sampler
+        self._sampler = sampler if buckets.drawing else None
         self._captured: dict[int, Captured] = {}
         self._wanted: list[int] = []  # row counts of late plans that found no fitting bucket
         self._facts = DELTA if any(rope.sections for rope in getattr(passes.decoder.spec, "ropes", ())) else 0
@@ -241,25 +239,38 @@ def flat_of(batch: BatchArrays, names: Sequence[str]) -> np.ndarray:
     return np.concatenate([getattr(batch, name) for name in names])
 
 
-def decode_graphs(
-    backend: Backend, passes: ForwardPass, builder: BatchBuilder, max_rows: int, sampler: Sampler | None
-) -> DecodeGraphs:
-    """Return the graphs that this backend and decoder can have; none of them is captured yet."""
-    groups = passes.decoder.groups
-    capturable = backend.graphs is not None and bool(groups)
-    for group in groups:
-        attention = group.attention
-        can = hasattr(attention, "plan_for_capture") and attention.traits.graph != "never"
-        capturable = capturable and can
-    if not capturable or backend.graphs is None:
-        return DecodeGraphs(backend, passes, (), builder.max_widths, None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """What may be captured: row counts of decode steps, whether these draw too, query tokens of small steps."""
+
+    rows: tuple[int, ...] = ()
+    drawing: bool = False
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs in all."""
+        return len(self.rows) * (2 if self.drawing else 1) + len(self.chunks)
+
+    @property
+    def most_tokens(self) -> int:
+        """Query tokens of the largest."""
+        return max((*self.rows, *self.chunks), default=0)
+
+
+def buckets_of(backend: Backend, decoder: Decoder, max_rows: int, max_drafts: int) -> Buckets:
+    """Return the buckets that this backend and decoder can have."""
+    traits = [getattr(group.attention, "traits", None) for group in decoder.groups]
+    able = all(hasattr(group.attention, "plan_for_capture") for group in decoder.groups)
+    if backend.graphs is None or not traits or not able or any(t is None or t.graph == "never" for t in traits):
+        return Buckets()
     budget = backend.graphs.budget
-    drawn = sampler if budget.max_graphs != 1 else None
-    share = replace(budget, max_graphs=budget.max_graphs // 2) if drawn is not None else budget
-    buckets = graph_buckets(backend.shapes, share, max_rows)
-    mixed = all(group.attention.traits.graph == "any" for group in groups) and backend.shapes.dynamic
-    chunks = CHUNK_TOKENS if mixed and buckets and not budget.max_graphs else ()
-    return DecodeGraphs(backend, passes, buckets, builder.max_widths, drawn, chunks)
+    drawing = budget.max_graphs != 1 and not max_drafts
+    share = replace(budget, max_graphs=budget.max_graphs // 2) if drawing else budget
+    rows = graph_buckets(backend.shapes, share, max_rows)
+    mixed = bool(rows) and backend.shapes.dynamic and not budget.max_graphs
+    mixed = mixed and all(t is not None and t.graph == "any" for t in traits)
+    return Buckets(rows=rows, drawing=drawing, chunks=CHUNK_TOKENS if mixed else ())
 
 
 def graph_buckets(policy: ShapePolicy, budget: GraphBudget, max_rows: int) -> tuple[int, ...]:

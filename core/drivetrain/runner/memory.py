@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from drivetrain.cache.sizing import CachePlan, GroupNeed, plan_cache
 from drivetrain.errors import ConfigError
 from drivetrain.runner.activations import StepSizes, layer_bytes, sampling_bytes
-from drivetrain.runner.graphs import graph_buckets
+from drivetrain.runner.graphs import buckets_of
 from drivetrain.runner.sizes import RunnerConfig, staging_capacity, table_bytes, table_shape
 
 if TYPE_CHECKING:
@@ -235,11 +235,11 @@ def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     backend, config, spec = request.backend, request.runner, request.decoder.spec
     if backend.graphs is None:
         return 0
-    buckets = len(graph_buckets(backend.shapes, backend.graphs.budget, config.max_num_seqs))
-    own = int(backend.memory.graph_estimate(2 * buckets, config.max_num_seqs).get("bytes", 0))
+    buckets = buckets_of(backend, request.decoder, config.max_num_seqs, config.max_drafts)
+    own = int(backend.memory.graph_estimate(buckets.graphs, buckets.most_tokens).get("bytes", 0))
     if not own:
         return 0
-    largest = replace(sizes, tokens=config.max_num_seqs, logits=config.max_num_seqs)
+    largest = replace(sizes, tokens=buckets.most_tokens, logits=max(buckets.rows, default=0))
     return own + layer_bytes(spec, largest) + sampling_bytes(spec, largest)
 
 

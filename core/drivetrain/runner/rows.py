@@ -69,7 +69,6 @@ class RowTables:
         self._steady: dict[int, dict[str, torch.Tensor]] = {}
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.flags = np.zeros(rows, np.uint8)
-        self._flagged = 0  # rows with a flag
         self.logprobs = np.full(rows, -1, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.pooling: dict[int, str] = {}
@@ -104,7 +103,7 @@ class RowTables:
 
     def plain(self) -> bool:
         """Return whether no row at all has a flag: the common case of greedy requests without extras."""
-        return not self._flagged
+        return not self.flags.any()
 
     def row_flags(self, rows: np.ndarray) -> np.ndarray:
         """Return each row's flags: which work it needs."""
@@ -119,15 +118,13 @@ class RowTables:
             self._forget(row)
         for start in plan.starts:
             self._forget(start.row)
-            self.flags[start.row] = flags = flags_of(start)
-            self._flagged += flags > 0
+            self.flags[start.row] = flags_of(start)
             self.logprobs[start.row] = start.logprobs
             if start.pooling is not None:
                 self.pooling[start.row] = start.pooling
 
     def _forget(self, row: int) -> None:
         self.generation[row] += 1
-        self._flagged -= bool(self.flags[row])
         self.flags[row] = 0
         self.logprobs[row] = -1
         self.pooling.pop(row, None)

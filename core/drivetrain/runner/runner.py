@@ -20,7 +20,7 @@ from drivetrain.runner.batch import BatchArrays, BatchBuilder, BatchShape
 from drivetrain.runner.caches import announce_freed, change_blocks, pack_freed
 from drivetrain.runner.flight import InFlight
 from drivetrain.runner.forward import ForwardPass
-from drivetrain.runner.graphs import Captured, decode_graphs
+from drivetrain.runner.graphs import Captured, DecodeGraphs, buckets_of
 from drivetrain.runner.pooling import Pooler
 from drivetrain.runner.results import assemble, failed
 from drivetrain.runner.rows import LOGPROBS, POOLING, RowTables
@@ -90,9 +90,9 @@ class Runner:
             if config.last
             else None
         )
-        whole = config.first and config.last
-        drawing = None if config.max_drafts else self._sampler
-        self.graphs = decode_graphs(backend, self.passes, self.builder, config.max_num_seqs if whole else 0, drawing)
+        most = config.max_num_seqs if config.first and config.last else 0
+        buckets = buckets_of(backend, decoder, most, config.max_drafts)
+        self.graphs = DecodeGraphs(backend, self.passes, buckets, self.builder.max_widths, self._sampler)
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -127,7 +127,6 @@ class Runner:
                 self.passes.pack(plan, batch, pack)
             self._pack_samples(flight, pack)
         except Exception:
-            self.graphs.forget_rows()
             self._apply(plan, self._changes(plan))
             raise
         views = self._apply(plan, pack)
@@ -372,6 +371,7 @@ class Runner:
 
     def _fail(self, flight: InFlight, error: Exception) -> None:
         logger.error("plan %d failed", flight.plan.plan_id, exc_info=error)
+        self.graphs.forget_rows()
         flight.failure = f"{type(error).__name__}: {error}"
         flight.failure_class = self.runtime.classify_error(error).value
         flight.parts.clear()

@@ -47,9 +47,7 @@ def serve(runner: Runner, depth: int) -> list[Job]:
     return todo
 
 
-# Warming up fixed shapes sets flags of the padding row beside ``RowTables.note``, which then counts them off.
-MISCOUNTED = pytest.mark.xfail(strict=True, reason="three flagged rows count as none after warming up fixed shapes")
-each_kind = pytest.mark.parametrize("kind", ["mirage", pytest.param("mirage-static", marks=MISCOUNTED)])
+each_kind = pytest.mark.parametrize("kind", ["mirage", "mirage-static"])
 
 
 @each_kind
@@ -140,10 +138,7 @@ def failing_upload(runner: Runner):
     return lambda: setattr(runner.runtime, "upload", inner)
 
 
-NOT_FORGOTTEN = pytest.mark.xfail(strict=True, reason="an upload that raises leaves the bucket's rows noted as sent")
-
-
-@pytest.mark.parametrize("spoil", [failing_packing, pytest.param(failing_upload, marks=NOT_FORGOTTEN)])
+@pytest.mark.parametrize("spoil", [failing_packing, failing_upload])
 def test_after_a_step_whose_rows_did_not_come_they_are_sent_again(checkpoint, spoil) -> None:
     wanted, other = after_a_failure(real_runner(checkpoint, device("mirage", native=True), depth=1), None)
     runner = captured_runner(checkpoint, "mirage")
