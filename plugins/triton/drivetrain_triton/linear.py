@@ -106,6 +106,8 @@ def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Ten
         tiles = choose(rows, outputs, inputs, target.arch, operands.weight.element_size())
     if not fits(tiles, rows, outputs, inputs):
         raise ValueError(f"{tiles} do not fit {rows} rows of {outputs} x {inputs}, or the scratch")
+    if operands.x.stride(1) != 1:
+        operands = operands._replace(x=operands.x.contiguous())
     call = product_call(operands, target, tiles)
     call.kernel[call.grid](*call.args, **call.options)
     return operands.out

@@ -136,6 +136,12 @@ def test_rows_far_apart(name):
     check(got, product(x, weight), torch.float32)
 
 
+def test_rows_of_any_strides():
+    weight = normal(24, 64, dtype=torch.bfloat16)
+    for x in (normal(64, 3, dtype=torch.bfloat16).t(), normal(3, 128, dtype=torch.bfloat16)[:, ::2]):
+        check(linear.small_linear(x, weight, None, torch.float32, INTERPRETER), product(x, weight), torch.float32)
+
+
 def test_counts_return_to_zero_and_no_rows_are_no_launch():
     tiles = VARIANTS["walk, shares within panels"]
     x, weight = normal(20, 256, dtype=torch.bfloat16), normal(40, 256, dtype=torch.bfloat16)
