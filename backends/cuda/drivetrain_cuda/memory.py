@@ -20,12 +20,13 @@ class CudaMemory:
         self.measure = generic_profiler(runtime).measure
 
     def baseline(self) -> Baseline:
-        """The context of this process is what the card has in use now; another process's share can't be told from it
-        and is counted with it."""
-        torch.cuda.synchronize(self._runtime.device)
-        free, total = torch.cuda.mem_get_info(self._runtime.device)
-        held = torch.cuda.memory_reserved(self._runtime.device)
-        return Baseline(context=total - free - held + CODE_BYTES, others=0, total=total)
+        """The context of this process is what the card has in use now, tensors of an engine beside this one included;
+        another process's share can't be told from it and is counted with it."""
+        device = self._runtime.device
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Baseline(context=total - free - idle + CODE_BYTES, others=0, total=total)
 
     def peak_in_use(self) -> int:
         """What lies outside torch's allocator now, and the most that it has held."""

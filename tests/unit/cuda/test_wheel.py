@@ -20,6 +20,7 @@ from drivetrain_api.v1 import (
     PlanSummary,
     QuantSpec,
     Unavailable,
+    torch_runtime,
 )
 from drivetrain_cuda import driver
 from drivetrain_cuda.plugin import plugin
@@ -209,3 +210,13 @@ def test_a_failed_capture_raises_what_failed_and_leaves_others_possible(monkeypa
         graphs.capture(lambda: 1 // 0)
     assert graphs.capture(lambda: 5)[1] == 5 and graphs.capture(lambda: 6)[1] == 6
     assert FakeGraph.pools == [0, 1, 1]
+
+
+def test_what_another_engine_of_the_process_holds_is_in_use(monkeypatch):
+    from drivetrain_cuda.memory import CODE_BYTES, CudaMemory
+
+    figures = {"mem_get_info": (60, 100), "memory_reserved": 35, "memory_allocated": 30, "synchronize": None}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    found = CudaMemory(torch_runtime("cpu")).baseline()
+    assert (found.context, found.others, found.total) == (35 + CODE_BYTES, 0, 100)
