@@ -24,6 +24,7 @@ from .ops import DTYPES, Providers
 
 BLOCK_TOKENS = (16, 32, 64, 128)
 SLOTS = "int32"
+MOST_ROWS = 65535
 
 
 def open_backend(index: int, view: ConfigView) -> Backend:
@@ -74,4 +75,7 @@ def validate(plan: PlanSummary) -> Sequence[Problem]:
         problems.append(Problem(setting="dtype", reason=f"no {plan.dtype} on this device", proposed=DTYPES[0]))
     if plan.tensor_parallel > 1:
         problems.append(Problem(setting="tensor_parallel_size", reason="one card a process so far", proposed="1"))
+    if plan.max_num_seqs > MOST_ROWS:
+        reason = f"{plan.max_num_seqs} rows: a launch has at most {MOST_ROWS} along that axis"
+        problems.append(Problem(setting="max_num_seqs", reason=reason, proposed=str(MOST_ROWS)))
     return problems

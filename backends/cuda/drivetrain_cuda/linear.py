@@ -46,8 +46,9 @@ class DeviceLinear:
         weight, bias = packed.data
         if 0 < x.shape[0] <= self._most:
             return small_linear(x, weight, bias, self._dtype, self._target)
-        if self._wide and bias is None:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        if self._wide:
+            wide = torch.mm(x, weight.t(), out_dtype=torch.float32)
+            return wide if bias is None else wide + bias
         return functional.linear(x, weight, bias)
 
 

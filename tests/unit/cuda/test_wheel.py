@@ -157,14 +157,14 @@ def test_settings_that_can_not_run_are_named():
         model_type="decoder",
         dtype="float64",
         cache_dtype="float64",
-        max_num_seqs=1,
+        max_num_seqs=65536,
         max_num_batched_tokens=1,
         max_model_len=1,
         block_tokens=16,
         deterministic=False,
         tensor_parallel=2,
     )
-    assert [p.setting for p in validate(plan)] == ["dtype", "tensor_parallel_size"]
+    assert [p.setting for p in validate(plan)] == ["dtype", "tensor_parallel_size", "max_num_seqs"]
 
 
 def test_the_allocator_is_set_unless_the_user_has_set_it_by_either_name(monkeypatch):
