@@ -96,12 +96,15 @@ class Ops:
             self.backend, block_tokens=self.block_tokens, strict=self._strict, deterministic=self._deterministic
         )
         wheel = wheel_of(self.backend)
+
+        def behind(bound: _Bound, *specs: OpSpec) -> _Bound:
+            title = f"{wheel}: {' + '.join(spec.op for spec in specs)} by {bound.label!r}"
+            return replace(bound, implementation=Watched(bound.implementation, specs, title, other.failures.append))
+
         for spec, bound in self._bound.items():
-            title = f"{wheel}: {spec.op} by {bound.label!r}"
-            own = bound.provider != "reference"
-            made = bound.implementation
-            made = Watched(made, spec, title, other.failures.append) if own else made
-            other._bound[spec] = replace(bound, implementation=made)
+            other._bound[spec] = behind(bound, spec) if bound.provider != "reference" else replace(bound)
+        for specs, fused in self._fused.items():
+            other._fused[specs] = None if fused is None else behind(fused, *specs)
         return other
 
     @property

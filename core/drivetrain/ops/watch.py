@@ -14,7 +14,7 @@ import torch
 from drivetrain.errors import DeviceError
 from drivetrain.ops.provided import FIX, brief, raised
 from drivetrain.ops.reference import REFERENCE
-from drivetrain_api.v1 import AttentionSpec, LinearSpec, OpSpec, torch_dtype
+from drivetrain_api.v1 import AttentionSpec, GatedActivationSpec, LinearSpec, OpSpec, torch_dtype
 
 Note = Callable[[DeviceError], None]
 Form = Any  # a text for a tensor, a tuple of forms, or None for what is not looked at
@@ -23,9 +23,9 @@ Form = Any  # a text for a tensor, a tuple of forms, or None for what is not loo
 class Watched:
     """A provider object or a callable, seen from outside as it is; calls of it are watched."""
 
-    def __init__(self, implementation: Any, spec: OpSpec, title: str, note: Note) -> None:
-        """``title``: the provider as messages name it."""
-        self._implementation, self._spec, self._title, self._note = implementation, spec, title, note
+    def __init__(self, implementation: Any, specs: tuple[OpSpec, ...], title: str, note: Note) -> None:
+        """``specs``: one, or those of a fused run. ``title``: the provider as messages name it."""
+        self._implementation, self._specs, self._title, self._note = implementation, specs, title, note
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._run("", self._implementation, given, named)
@@ -37,7 +37,7 @@ class Watched:
         return lambda *given, **named: self._run(name, found, given, named)
 
     def _run(self, name: str, call: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        expected = _expected(self._spec, name, given, named)
+        expected = _expected(self._specs, name, given, named)
         what = f"{self._title}: {name or 'it'}"
         try:
             result = call(*given, **named)
@@ -49,17 +49,22 @@ class Watched:
         return result
 
     def _failed(self, what: str) -> DeviceError:
-        error = DeviceError(f"{what}; bound for {self._spec}", fix=FIX)
+        bound = ", ".join(str(spec) for spec in self._specs)
+        error = DeviceError(f"{what}; bound for {bound}", fix=FIX)
         self._note(error)
         return error
 
 
-def _expected(spec: OpSpec, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Form:
+def _expected(specs: tuple[OpSpec, ...], name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Form:
     """The form of the right result; None where any will do. Plain ops are asked of the reference."""
+    spec, last = specs[0], specs[-1]
     if isinstance(spec, LinearSpec):
         if name != "apply":
             return None
-        return _tensor((given[0].shape[0], spec.out_features), torch_dtype(spec.activation_dtype))
+        size = last.size if isinstance(last, GatedActivationSpec) else spec.out_features
+        return _tensor((given[0].shape[0], size), torch_dtype(spec.activation_dtype))
+    if len(specs) > 1:
+        return None
     if isinstance(spec, AttentionSpec):
         if name != "forward":
             return None

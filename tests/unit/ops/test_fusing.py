@@ -122,3 +122,32 @@ def test_what_was_taken_computes() -> None:
     made = ops_of(Claims(claim())).fuse(*PRODUCT)
     packed = made.pack(torch.ones(2, 4), None)
     assert made.apply(torch.ones(3, 4), packed).tolist() == [[4.0, 4.0]] * 3
+
+
+def test_a_watched_run_is_noted_by_all_its_ops() -> None:
+    def broken(*given):
+        raise RuntimeError("boom")
+
+    watched = (ops := ops_of(Claims(claim(broken, count=3)))).watched()
+    assert watched.fuse(*entry()) is broken, "what was not bound yet is not watched"
+    ops.fuse(*entry())
+    with pytest.raises(
+        DeviceError, match=r"norm\.rms/1 \+ rope\S* \+ attention\S* by 'gated': it raised RuntimeError: boom"
+    ):
+        ops.watched().fuse(*entry())()
+
+
+def test_a_watched_product_gives_the_size_of_what_it_activates() -> None:
+    class Product(ReferenceLinear):
+        def apply(self, x, packed):
+            return torch.zeros(len(x), width)
+
+    ops = ops_of(Claims(claim(Product(LINEAR))))
+    ops.fuse(*PRODUCT)
+    watched = ops.watched()
+    width = GATED.size
+    assert watched.fuse(*PRODUCT).apply(torch.ones(3, 8), None).shape == (3, width) and not watched.failures
+    width += 1
+    with pytest.raises(DeviceError, match="expected float32"):
+        watched.fuse(*PRODUCT).apply(torch.ones(3, 8), None)
+    assert len(watched.failures) == 1
