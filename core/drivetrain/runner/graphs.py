@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drivetrain.models.decoder import Decoder
     from drivetrain.runner.forward import ForwardPass
     from drivetrain.runner.sampler import Sampler
+    from drivetrain.runner.sizes import RunnerConfig
     from drivetrain.runner.staging import Pack
     from drivetrain.sched.plan import StepPlan
     from drivetrain_api.v1 import Backend, Graph, GraphBudget, Prepared, ShapePolicy
@@ -101,6 +102,7 @@ class DecodeGraphs:
         self._widths = tuple(widths)
         self._sampler = sampler if buckets.drawing else None
         self._captured: dict[int, Captured] = {}
+        self._given_up = False
         self._wanted: list[int] = []  # row counts of late plans that found no fitting bucket
         self._facts = DELTA if any(rope.sections for rope in getattr(passes.decoder.spec, "ropes", ())) else 0
 
@@ -137,6 +139,8 @@ class DecodeGraphs:
     def missing(self) -> BatchShape | None:
         """Return the shape of the bucket to capture next: one that plans have missed of late, small steps, then the
         others; None when all are there."""
+        if self._given_up:
+            return None
         counts = Counter(bucket for rows in self._wanted if (bucket := self._bucket(rows)) not in self._captured)
         counts.pop(0, None)
         if counts:
@@ -183,7 +187,11 @@ class DecodeGraphs:
             self._chunks[shape.tokens] = made
             return
         if self._sampler is not None:
-            self._capture_drawing(made, plan, batch, self._sampler)
+            try:
+                self._capture_drawing(made, plan, batch, self._sampler)
+            except Exception:
+                graph.release()
+                raise
         self._captured[shape.rows] = made
 
     def _capture_drawing(self, made: Captured, plan: StepPlan, batch: BatchArrays, sampler: Sampler) -> None:
@@ -222,7 +230,7 @@ class DecodeGraphs:
 
     def give_up(self) -> None:
         """Capture no more."""
-        self.buckets, self.chunks = tuple(self._captured), tuple(self._chunks)
+        self._given_up = True
 
     def close(self) -> None:
         """Release every graph."""
@@ -258,19 +266,22 @@ class Buckets:
         return max((*self.rows, *self.chunks), default=0)
 
 
-def buckets_of(backend: Backend, decoder: Decoder, max_rows: int, max_drafts: int) -> Buckets:
-    """Return the buckets that this backend and decoder can have."""
+def buckets_of(backend: Backend, decoder: Decoder, config: RunnerConfig) -> Buckets:
+    """Return the buckets that this backend, decoder and configuration can have. One row can fill each of the small
+    steps, as it does when they are captured."""
     traits = [getattr(group.attention, "traits", None) for group in decoder.groups]
     able = all(hasattr(group.attention, "plan_for_capture") for group in decoder.groups)
     if backend.graphs is None or not traits or not able or any(t is None or t.graph == "never" for t in traits):
         return Buckets()
     budget = backend.graphs.budget
-    drawing = budget.max_graphs != 1 and not max_drafts
+    drawing = budget.max_graphs != 1 and not config.max_drafts
     share = replace(budget, max_graphs=budget.max_graphs // 2) if drawing else budget
-    rows = graph_buckets(backend.shapes, share, max_rows)
+    rows = graph_buckets(backend.shapes, share, config.max_num_seqs if config.first and config.last else 0)
     mixed = bool(rows) and backend.shapes.dynamic and not budget.max_graphs
     mixed = mixed and all(t is not None and t.graph == "any" for t in traits)
-    return Buckets(rows=rows, drawing=drawing, chunks=CHUNK_TOKENS if mixed else ())
+    longest = min(config.max_model_len, config.max_num_batched_tokens) if mixed else 0
+    chunks = tuple(tokens for tokens in CHUNK_TOKENS if tokens <= longest)
+    return Buckets(rows=rows, drawing=drawing, chunks=chunks)
 
 
 def graph_buckets(policy: ShapePolicy, budget: GraphBudget, max_rows: int) -> tuple[int, ...]:

@@ -235,7 +235,7 @@ def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     backend, config, spec = request.backend, request.runner, request.decoder.spec
     if backend.graphs is None:
         return 0
-    buckets = buckets_of(backend, request.decoder, config.max_num_seqs, config.max_drafts)
+    buckets = buckets_of(backend, request.decoder, config)
     own = int(backend.memory.graph_estimate(buckets.graphs, buckets.most_tokens).get("bytes", 0))
     if not own:
         return 0

@@ -63,9 +63,8 @@ class RowTables:
             self._flat[int(a) : int(a) + size].view(rows, width)
             for a, size, width in zip(self._offsets[:-1], sizes, shape.widths, strict=True)
         )
-        values = (np.full(rows, -1), np.ones(rows), np.arange(rows + 1), np.zeros(rows))
-        self._constants = tuple(runtime.from_host(v.astype(np.int32)) for v in values)
-        self._count = runtime.from_host(values[2].astype(shape.slot_dtype))
+        self._constants = self._steady_constants(rows)
+        self._count = runtime.from_host(np.arange(rows + 1).astype(shape.slot_dtype))
         self._steady: dict[int, dict[str, torch.Tensor]] = {}
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.flags = np.zeros(rows, np.uint8)
@@ -77,7 +76,8 @@ class RowTables:
         """Return, as views of constants, what a step of ``rows`` one-token decode rows feeds beside the rows."""
         found = self._steady.get(rows)
         if found is None:
-            minus, ones, count, zeros = self._constants
+            own = rows <= self.padding_row + 1  # a bucket of fixed shapes may be larger than the tables
+            minus, ones, count, zeros = self._constants if own else self._steady_constants(rows)
             found = self._steady[rows] = {
                 "start": minus[:rows],
                 "num_new": ones[:rows],
@@ -87,6 +87,10 @@ class RowTables:
                 "host_ids": zeros[:rows],
             }
         return found
+
+    def _steady_constants(self, rows: int) -> tuple[torch.Tensor, ...]:
+        values = (np.full(rows, -1), np.ones(rows), np.arange(rows + 1), np.zeros(rows))
+        return tuple(self._runtime.from_host(v.astype(np.int32)) for v in values)
 
     def steady_places(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return such a step's query starts [rows + 1] and the row of each token [rows], of the slot dtype."""

@@ -90,8 +90,7 @@ class Runner:
             if config.last
             else None
         )
-        most = config.max_num_seqs if config.first and config.last else 0
-        buckets = buckets_of(backend, decoder, most, config.max_drafts)
+        buckets = buckets_of(backend, decoder, config)
         self.graphs = DecodeGraphs(backend, self.passes, buckets, self.builder.max_widths, self._sampler)
 
     # -- forward ---------------------------------------------------------------------------------------------
