@@ -159,6 +159,8 @@ class DecodeGraphs:
         """Record the bucket of a dummy plan that fills its shape. Its work runs once before it is recorded, so that
         nothing is compiled or loaded meanwhile."""
         passes, shape = self._passes, batch.shape
+        batch = replace(batch, bounds=np.full(shape.rows, plan.bounds.max(), np.int32))
+        passes.tables.reset_padding()
         decode = plan.num_decode == plan.num_rows
         names = DECODE_FED if decode else BATCH_ARRAYS
         start = flat_of(batch, names)

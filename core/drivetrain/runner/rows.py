@@ -105,6 +105,10 @@ class RowTables:
         state = (self.computed, self.last_tokens, self.floats, self.ints, self.seeds, self._flat, self._count)
         return sum(t.numel() * t.element_size() for t in (*state, *self._constants))
 
+    def reset_padding(self) -> None:
+        """Set the padding row's count back to 0: dummy decode steps advance it."""
+        self.computed[self.padding_row :].zero_()
+
     def plain(self) -> bool:
         """Return whether no row at all has a flag: the common case of greedy requests without extras."""
         return not self.flags.any()

@@ -124,6 +124,18 @@ def test_small_steps_with_prompts_are_replayed_too(checkpoint, many_graphs) -> N
     assert runner.graphs.count == 0
 
 
+def test_captures_leave_no_length_behind(checkpoint) -> None:
+    """Every capture runs a decode step of the padding row once, whose count must not grow from one to the next."""
+    runner = real_runner(checkpoint, device("mirage", native=True), max_num_seqs=20, depth=2)
+    warm_up(runner, step_limits(runner.backend.shapes, 20, 48))
+    for _ in range(5):
+        lose(runner, 20)
+        assert capture_missing(runner)
+    counts = runner.runtime.to_host([runner.tables.computed]).get()[0]
+    assert counts[runner.tables.padding_row] <= 1
+    runner.close()
+
+
 def test_a_capture_that_fails_leaves_its_steps_eager(checkpoint, caplog) -> None:
     runner = real_runner(checkpoint, device("mirage", native=True), max_num_seqs=20, depth=2)
     warm_up(runner, step_limits(runner.backend.shapes, 20, 48))
