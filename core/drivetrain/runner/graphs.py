@@ -8,7 +8,7 @@ small steps takes any mix of few rows and so many query tokens, ids uploaded; su
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -103,7 +103,7 @@ class DecodeGraphs:
         self._sampler = sampler if buckets.drawing else None
         self._captured: dict[int, Captured] = {}
         self._given_up = False
-        self._wanted: list[int] = []  # row counts of late plans that found no fitting bucket
+        self._wanted = deque[int](maxlen=WANTED)  # row counts of late plans that found no fitting bucket
         self._facts = DELTA if any(rope.sections for rope in getattr(passes.decoder.spec, "ropes", ())) else 0
 
     @property
@@ -113,14 +113,14 @@ class DecodeGraphs:
 
     def find(self, plan: StepPlan) -> Captured | None:
         """Return the captured bucket that serves this plan, None when it has to run eagerly."""
-        if plan.embeds or plan.positions or plan.exports or plan.num_rows == 0:
+        if not self.buckets or plan.embeds or plan.positions or plan.exports or plan.num_rows == 0:
             return None
         if plan.num_decode != plan.num_rows:
             return self._find_chunk(plan)
         best = min((rows for rows in self._captured if rows >= plan.num_rows), default=None)
         if best is not None and best == self._bucket(plan.num_rows):
             return self._captured[best]
-        self._wanted = [*self._wanted[1 - WANTED :], plan.num_rows]
+        self._wanted.append(plan.num_rows)
         return self._captured[best] if best is not None and best <= WASTE * plan.num_rows else None
 
     def _find_chunk(self, plan: StepPlan) -> Captured | None:

@@ -67,7 +67,8 @@ class RowTables:
         self._count = runtime.from_host(np.arange(rows + 1).astype(shape.slot_dtype))
         self._steady: dict[int, dict[str, torch.Tensor]] = {}
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.flags = np.zeros(rows, np.uint8)
+        self.flags = np.zeros(rows, np.uint8)  # set by ``mark`` alone
+        self._plain: bool | None = None  # what ``plain`` found, None when it has to look again
         self.logprobs = np.full(rows, -1, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.pooling: dict[int, str] = {}
@@ -111,7 +112,13 @@ class RowTables:
 
     def plain(self) -> bool:
         """Return whether no row at all has a flag: the common case of greedy requests without extras."""
-        return not self.flags.any()
+        if self._plain is None:
+            self._plain = not self.flags.any()
+        return self._plain
+
+    def mark(self, row: int, flags: int) -> None:
+        """Set a row's flags."""
+        self.flags[row], self._plain = flags, None
 
     def row_flags(self, rows: np.ndarray) -> np.ndarray:
         """Return each row's flags: which work it needs."""
@@ -126,14 +133,14 @@ class RowTables:
             self._forget(row)
         for start in plan.starts:
             self._forget(start.row)
-            self.flags[start.row] = flags_of(start)
+            self.mark(start.row, flags_of(start))
             self.logprobs[start.row] = start.logprobs
             if start.pooling is not None:
                 self.pooling[start.row] = start.pooling
 
     def _forget(self, row: int) -> None:
         self.generation[row] += 1
-        self.flags[row] = 0
+        self.mark(row, 0)
         self.logprobs[row] = -1
         self.pooling.pop(row, None)
 

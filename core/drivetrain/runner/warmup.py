@@ -73,7 +73,7 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
             runner.capture(plan, shape)
             run_dummy(runner, plan, Variant())
     finally:
-        tables.flags[tables.padding_row] = 0
+        tables.mark(tables.padding_row, 0)
         tables.logprobs[tables.padding_row] = -1
         tables.pooling.pop(tables.padding_row, None)
     runner.runtime.synchronize()
@@ -111,7 +111,7 @@ def run_dummy(runner: Runner, plan: StepPlan, variant: Variant) -> None:
     """Run one plan to its end. Its rows are the padding row: tokens go to the null block."""
     tables, row = runner.tables, runner.tables.padding_row
     plan = varied(runner, plan, variant)
-    tables.flags[row] = variant.flags
+    tables.mark(row, variant.flags)
     tables.logprobs[row] = MAX_LOGPROBS if variant.flags & LOGPROBS else -1
     tables.pooling = {row: "mean"} if variant.flags & POOLING else {}
     carry = None if runner.config.first else runner.passes.embed(plan, runner.runtime.from_host(plan.prompt_ids))

@@ -51,7 +51,11 @@ def commit_result(state: SchedulerState, plan: StepPlan, result: StepResult) -> 
     exact = not plan.num_verify and np.count_nonzero(counts) == len(rows) and not len(result.non_finite)
     kept = num_new if exact else np.where(start >= 0, num_new, counts)
     confirmed = table.confirm(rows, num_new, kept)
-    drawn = _append(state, rows, counts, tokens)
+    drawn = (
+        _append_one(state, rows, tokens[:, 0])
+        if exact and tokens.shape[1] == 1
+        else _append(state, rows, counts, tokens)
+    )
     reports = _reports(state, result, rows, index, drawn) if result.logprobs is not None else ()
     refused = _grammar(state, rows, tokens, drawn) if table.num_late else {}
     ids, accepted, out_tokens = _columns(table.request_id[rows], tokens, drawn.valid)
@@ -79,6 +83,18 @@ def _outputs(
     others, state.ended = tuple(state.ended), []
     finished = (*others, *ended)
     return StepOutputs(request_ids=ids, counts=counts, tokens=tokens, started=started, finished=finished)
+
+
+def _append_one(state: SchedulerState, rows: np.ndarray, drew: np.ndarray) -> Drawn:
+    """The same as ``_append`` where every row drew one token."""
+    table = state.table
+    known, stop = table.append(rows, drew), table.stops_at(rows, drew)
+    over = known >= table.limit[rows]
+    stopped: dict[int, tuple[str, int | None]] = {}
+    if np.count_nonzero(stop) or np.count_nonzero(over):
+        for i in (stop | over).nonzero()[0].tolist():
+            stopped[i] = ("stop", int(drew[i])) if stop[i] else ("length", None)
+    return Drawn(~stop[:, None], stopped)
 
 
 def _append(state: SchedulerState, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> Drawn:
