@@ -1,7 +1,6 @@
 """Functions of 60 lines or fewer, files of 400 or fewer. Prints the longest of each; tests are exempt.
 
-A function's lines are those of its body, from its first statement after the docstring to its end: a kernel's list of
-thirty arguments, one a line, and what is said of them are no complexity. A file's are all its lines.
+Of a compiled kernel (a decorator ``jit``) the body counts alone: thirty arguments, one a line, are no complexity.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ FOLDERS = ("core", "plugins", "backends", "ci")
 
 
 class Sized(NamedTuple):
-    """A function or a file, and its physical lines: of a function its body's, without signature and docstring."""
+    """A function or a file, and its physical lines (docstring included, decorators not; of a kernel its body's)."""
 
     lines: int
     where: str
     limit: int
 
 
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Count from the first statement after the docstring to the end; 0 where there is only a docstring."""
-    statements = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
-    if not statements:
-        return 0
-    first = statements[0]
-    begins = [first.lineno, *(decorator.lineno for decorator in getattr(first, "decorator_list", []))]
-    return (function.end_lineno or first.lineno) - min(begins) + 1
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count a function's lines; of a kernel those after its signature and docstring."""
+    end, marks = function.end_lineno or function.lineno, [ast.unparse(mark) for mark in function.decorator_list]
+    if not any(mark.split("(")[0].split(".")[-1] == "jit" for mark in marks):
+        return end - function.lineno + 1
+    told = ast.get_docstring(function, clean=False) is not None
+    return end - function.body[1].lineno + 1 if told and len(function.body) > 1 else end - function.body[0].lineno + 1
 
 
 def measure(root: Path, folders: tuple[str, ...] = FOLDERS) -> tuple[list[Sized], list[Sized]]:
@@ -46,7 +44,7 @@ def measure(root: Path, folders: tuple[str, ...] = FOLDERS) -> tuple[list[Sized]
         files.append(Sized(len(text.splitlines()), name, MAX_FILE))
         for node in ast.walk(ast.parse(text, name)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions.append(Sized(body_lines(node), f"{name}:{node.lineno} {node.name}", MAX_FUNCTION))
+                functions.append(Sized(lines_of(node), f"{name}:{node.lineno} {node.name}", MAX_FUNCTION))
     return sorted(functions, reverse=True), sorted(files, reverse=True)
 
 
