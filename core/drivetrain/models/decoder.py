@@ -140,7 +140,7 @@ class Decoder:
     def _bind_finish(self, ops: Ops) -> Join:
         spec = self.spec
         context = PartContext(spec, ops, "final_norm", {"weight": (spec.hidden,)})
-        return bind_join(spec.final_norm, spec.hidden, context, "weight")
+        return bind_join(spec.final_norm, spec.hidden, context, context.weight("weight"))
 
     def _bind_head(self, ops: Ops) -> Projection:
         """The head. Tied, it packs the embedding's own tensor; a last stage without one reads a copy of it."""

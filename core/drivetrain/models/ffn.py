@@ -17,7 +17,7 @@ class FeedForward(Protocol):
     """One layer's feed-forward, built."""
 
     def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
-        """x [T, hidden], normed -> the branch's output [T, hidden]."""
+        """x [T, hidden], normed (or what a ``first_projection`` that is None makes of it) -> the output [T, hidden]."""
 
 
 _parts = Registry[FeedForward]("feed-forward")
@@ -25,16 +25,17 @@ register, make_ffn = _parts.register, _parts.make
 
 
 class GatedFeedForward:
-    """One fused gate/up product, the gated activation (in the same op where the backend has one), the down product."""
+    """One fused gate/up product and the gated activation, in one op with each other and with the norm before them where
+    the backend has one; then the down product."""
 
     def __init__(self, spec: GatedMlp, context: PartContext) -> None:
         gated = GatedActivationSpec(dtype=context.spec.activation_dtype, size=spec.intermediate, kind=spec.activation)
-        self._gate_up, activated = context.projection(("gate", "up"), "gate_up", gated)
+        self._gate_up, activated = context.first_projection(("gate", "up"), "gate_up", gated)
         self._activate = None if activated else context.ops.bind(gated)
         self._down, _ = context.projection(("down",), "down")
 
     def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
-        inner = self._gate_up(x)
+        inner = x if self._gate_up is None else self._gate_up(x)
         return self._down(inner if self._activate is None else self._activate(inner))
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from drivetrain.models.ffn import make_ffn
 from drivetrain.models.mixers import make_mixer
-from drivetrain.models.norms import bind_join, bind_norm
-from drivetrain.models.parameters import Holder, PartContext
-from drivetrain.models.spec import LayerSpec, ModelSpec, Shape
+from drivetrain.models.norms import Join, bind_join, bind_norm, join_spec
+from drivetrain.models.parameters import Holder, NormedProjection, PartContext, Weight
+from drivetrain.models.spec import LayerSpec, ModelSpec, RmsNorm, Shape
 from drivetrain.models.step import Carry, StepView
 from drivetrain.ops import Ops
 
@@ -19,7 +19,8 @@ class Layer:
     """A mixer and a feed-forward, each behind a norm, with the rules of its ``LayerSpec``.
 
     A branch's output is not added at once: it is carried as ``hidden``, and the next norm adds it to ``residual`` in
-    the same op. In the first layer's carry there is no ``residual``: ``hidden`` is the stream's beginning.
+    the same op, which may do the part's first product too. In the first layer's carry there is no ``residual``:
+    ``hidden`` is the stream's beginning.
     """
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, ops: Ops, index: int) -> None:
@@ -27,14 +28,16 @@ class Layer:
         path = f"layers.{index}"
         shapes = dict(spec.parameters(model.hidden))
         own = PartContext(model, ops, path, shapes)
-        mixer = PartContext(model, ops, f"{path}.mixer", _inside(shapes, "mixer."))
-        ffn = PartContext(model, ops, f"{path}.ffn", _inside(shapes, "ffn."))
-        self._enter_mixer = bind_join(spec.mixer_norm, model.hidden, own, "mixer_norm.weight")
+        mixer_weight = own.weight("mixer_norm.weight")
         self._leave_mixer = bind_norm(spec.post_mixer_norm, model.hidden, own, "post_mixer_norm.weight")
-        self._enter_ffn = bind_join(spec.ffn_norm, model.hidden, own, "ffn_norm.weight")
+        ffn_weight = own.weight("ffn_norm.weight")
         self._leave_ffn = bind_norm(spec.post_ffn_norm, model.hidden, own, "post_ffn_norm.weight")
+        mixer = _behind(spec.mixer_norm, mixer_weight, own, "mixer")
+        ffn = _behind(spec.ffn_norm, ffn_weight, own, "ffn")
         self.mixer = make_mixer(spec.mixer, mixer)
         self.ffn = make_ffn(spec.ffn, ffn)
+        self._enter_mixer = _entry(spec.mixer_norm, mixer_weight, own, mixer)
+        self._enter_ffn = _entry(spec.ffn_norm, ffn_weight, own, ffn)
         self._scale = spec.residual.scale if spec.residual.kind == "scaled" else None
         self.holders: tuple[Holder, ...] = (*own.holders, *mixer.holders, *ffn.holders)
 
@@ -52,6 +55,18 @@ class Layer:
         if self._scale is not None:
             x = x * self._scale
         return {"hidden": x, "residual": stream}
+
+
+def _behind(norm: RmsNorm, weight: Weight, own: PartContext, name: str) -> PartContext:
+    """The context of the layer's part of that name, which stands behind a norm."""
+    joined = join_spec(norm, own.spec.hidden, own)
+    shapes = _inside(own.shapes, f"{name}.")
+    return PartContext(own.spec, own.ops, f"{own.path}.{name}", shapes, (joined, weight))
+
+
+def _entry(norm: RmsNorm, weight: Weight, own: PartContext, part: PartContext) -> Join | NormedProjection:
+    """What a layer does before a part that has been built: its norm, unless the part's first product does it too."""
+    return bind_join(norm, own.spec.hidden, own, weight) if part.enter is None else part.enter
 
 
 def _inside(shapes: Mapping[str, Shape], prefix: str) -> dict[str, Shape]:

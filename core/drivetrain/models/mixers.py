@@ -31,7 +31,7 @@ class Mixer(Protocol):
         """Told once: its index among ``ModelStep.caches``, and its group's among ``ModelStep.plans``."""
 
     def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
-        """x [T, hidden], normed -> the branch's output [T, hidden]."""
+        """x [T, hidden], normed (or what a ``first_projection`` that is None makes of it) -> the output [T, hidden]."""
 
 
 _parts = Registry[Mixer]("mixer")
@@ -47,7 +47,7 @@ class Attention:
         self._spec = spec
         self._heads = (spec.num_heads, spec.num_kv_heads)
         self._widths = (sum(self._heads) * spec.head_dim, spec.num_kv_heads * spec.v_head_dim)
-        self._qkv, _ = context.projection(("q", "k", "v"), "qkv")
+        self._qkv, _ = context.first_projection(("q", "k", "v"), "qkv")
         heads = {"q_norm.weight": spec.num_heads, "k_norm.weight": spec.num_kv_heads}
         self._head_norm = bind_head_norm(spec.head_norm, heads, spec.head_dim, context)
         self._sinks = context.weight("sinks") if spec.sinks else None
@@ -97,7 +97,7 @@ class Attention:
     def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
         cache, plan = step.caches[self._layer], step.plans[self._group]
         assert cache is not None
-        q = self._enter_cache(self._qkv(x), step, cache, plan)
+        q = self._enter_cache(x if self._qkv is None else self._qkv(x), step, cache, plan)
         sinks = None if self._sinks is None else self._sinks.value
         return self._out(self.planner.forward(q, cache, plan, sinks).flatten(1))
 

@@ -51,19 +51,24 @@ def bind_norm(norm: RmsNorm | None, size: int, context: PartContext, name: str) 
     """Bind a norm of the part's parameter ``name``; None stays None."""
     if norm is None:
         return None
-    return _norm(norm, size, context, name)
+    return Norm(_rms(norm, size, context), context.weight(name))
 
 
-def bind_join(norm: RmsNorm, size: int, context: PartContext, name: str) -> Join:
-    """Bind addition and norm."""
-    spec = AddRmsNormSpec(
+def join_spec(norm: RmsNorm, size: int, context: PartContext) -> AddRmsNormSpec:
+    """Return the op that addition and norm are."""
+    return AddRmsNormSpec(
         dtype=context.spec.activation_dtype,
         size=size,
         eps=norm.eps,
         offset=norm.offset,
         round_before_weight=norm.round_before_weight,
     )
-    return Join(context.ops.bind(spec), _norm(norm, size, context, name))
+
+
+def bind_join(norm: RmsNorm, size: int, context: PartContext, weight: Weight) -> Join:
+    """Bind addition and norm."""
+    run = context.ops.bind(join_spec(norm, size, context))
+    return Join(run, Norm(_rms(norm, size, context), weight))
 
 
 def bind_head_norm(norm: RmsNorm | None, heads: Mapping[str, int], size: int, context: PartContext) -> Norm | None:
@@ -73,10 +78,6 @@ def bind_head_norm(norm: RmsNorm | None, heads: Mapping[str, int], size: int, co
     weight = HeadWeights(context.path, heads, size, context.spec.activation_dtype)
     context.holders.append(weight)
     return Norm(_rms(norm, size, context), weight)
-
-
-def _norm(norm: RmsNorm, size: int, context: PartContext, name: str) -> Norm:
-    return Norm(_rms(norm, size, context), context.weight(name))
 
 
 def rms_spec(norm: RmsNorm, size: int, context: PartContext) -> RmsNormSpec:

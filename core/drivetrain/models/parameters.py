@@ -132,14 +132,39 @@ class Projection:
         return Installed(nbytes=self.packed.nbytes, peak_bytes=self.packed.peak_bytes)
 
 
+class NormedProjection:
+    """The addition and the norm before a part, and the part's first linear, in one op."""
+
+    __slots__ = ("_apply", "_projection", "_weight")
+
+    def __init__(self, linear: Any, projection: Projection, weight: Weight) -> None:
+        self._apply, self._projection, self._weight = linear.apply, projection, weight
+
+    def __call__(self, branch: torch.Tensor, stream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (product [T, out], sum [T, hidden]) of branch and stream [T, hidden]; see ``norms.Join``."""
+        entered: tuple[torch.Tensor, torch.Tensor]
+        entered = self._apply(branch, stream, self._weight.value, self._projection.packed)
+        return entered
+
+
 class PartContext:
     """What a mixer or a feed-forward needs to be built: ops, the model, its place, and its parameters' shapes.
 
     Every holder made here is kept in ``holders`` and so gets loaded. ``path`` is the part's place in the model, such
-    as ``layers.3.mixer``.
+    as ``layers.3.mixer``. ``enter``: what does the norm before the part, where it is more than the norm.
     """
 
-    def __init__(self, spec: ModelSpec, ops: Ops, path: str, shapes: Mapping[str, Shape]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: Ops,
+        path: str,
+        shapes: Mapping[str, Shape],
+        norm: tuple[OpSpec, Weight] | None = None,
+    ) -> None:
+        """``norm``: the addition and norm that give the part its input."""
+        self._norm = norm
+        self.enter: NormedProjection | None = None
         self.spec = spec
         self.ops = ops
         self.path = path
@@ -157,6 +182,28 @@ class PartContext:
 
         ``then``: the op that follows at once; the second value says whether the projection does it too.
         """
+        spec, sources = self._joined(names, role)
+        fused = None if then is None else self.ops.fuse(spec, then)
+        return self._hold(spec, sources, self.ops.bind(spec) if fused is None else fused), fused is not None
+
+    def first_projection(
+        self, names: Sequence[str], role: LinearRole, then: OpSpec | None = None
+    ) -> tuple[Projection | None, bool]:
+        """As ``projection``, for a part that does nothing else with its input.
+
+        None: the norm before the part does the linear and ``then`` too, and ``forward`` is given their result.
+        """
+        if self._norm is not None:
+            normed, weight = self._norm
+            spec, sources = self._joined(names, role)
+            fused = self.ops.fuse(normed, spec, *(() if then is None else (then,)))
+            if fused is not None:
+                self.enter = NormedProjection(fused, self._hold(spec, sources, fused), weight)
+                return None, then is not None
+        return self.projection(names, role, then)
+
+    def _joined(self, names: Sequence[str], role: LinearRole) -> tuple[LinearSpec, Sources]:
+        """The one linear that those names make, and what it is loaded from."""
         biased = {f"{name}.bias" in self.shapes for name in names}
         if len(biased) != 1:
             raise ValueError(f"{self.path}: of {', '.join(names)} only some have a bias; they can't be joined")
@@ -170,8 +217,9 @@ class PartContext:
             role=role,
             activations=self.spec.activations,
         )
-        sources = tuple(tuple(f"{self.path}.{name}.{kind}" for name in names) for kind in kinds)
-        fused = None if then is None else self.ops.fuse(spec, then)
-        projection = Projection(spec, self.ops.bind(spec) if fused is None else fused, sources)
+        return spec, tuple(tuple(f"{self.path}.{name}.{kind}" for name in names) for kind in kinds)
+
+    def _hold(self, spec: LinearSpec, sources: Sources, linear: Linear) -> Projection:
+        projection = Projection(spec, linear, sources)
         self.holders.append(projection)
-        return projection, fused is not None
+        return projection

@@ -79,7 +79,7 @@ def ask_fused(backend: Any, specs: Sequence[OpSpec]) -> Provided | None:
         raise DeviceError(f"{wheel}: {came}; asked for {specs}", fix=FIX)
     if answer.count != len(specs):
         return None
-    kind = specs[0] if isinstance(specs[0], LinearSpec) else OpSpec(dtype=specs[0].dtype)
+    kind = next((spec for spec in specs if isinstance(spec, LinearSpec)), OpSpec(dtype=specs[0].dtype))
     if problem := _problem(kind, answer.provided):
         raise DeviceError(f"{wheel}: fuse({ops}) {problem}; asked for {specs}", fix=FIX)
     return answer.provided

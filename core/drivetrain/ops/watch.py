@@ -57,12 +57,10 @@ class Watched:
 
 def _expected(specs: tuple[OpSpec, ...], name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Form:
     """The form of the right result; None where any will do. Plain ops are asked of the reference."""
-    spec, last = specs[0], specs[-1]
-    if isinstance(spec, LinearSpec):
-        if name != "apply":
-            return None
-        size = last.size if isinstance(last, GatedActivationSpec) else spec.out_features
-        return _tensor((given[0].shape[0], size), torch_dtype(spec.activation_dtype))
+    spec = specs[0]
+    linear = next((each for each in specs if isinstance(each, LinearSpec)), None)
+    if linear is not None:
+        return _product(specs, linear, given) if name == "apply" else None
     if len(specs) > 1:
         return None
     if isinstance(spec, AttentionSpec):
@@ -76,6 +74,17 @@ def _expected(specs: tuple[OpSpec, ...], name: str, given: tuple[Any, ...], name
         return form_of(reference.make(spec)(*given, **named))
     except Exception:
         return None
+
+
+def _product(specs: tuple[OpSpec, ...], linear: LinearSpec, given: tuple[Any, ...]) -> Form:
+    """What a linear's ``apply`` gives, alone or in a run: behind a norm it gives the sum that was normed too."""
+    last, rows = specs[-1], given[0].shape[0]
+    size = last.size if isinstance(last, GatedActivationSpec) else linear.out_features
+    product = _tensor((rows, size), torch_dtype(linear.activation_dtype))
+    if linear is specs[0]:
+        return product
+    kept = torch.float32 if given[1] is None else torch.result_type(given[0], given[1])
+    return (product, _tensor((rows, linear.in_features), kept))
 
 
 def form_of(value: Any) -> Form:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -15,7 +15,16 @@ from drivetrain.models.source import resolve
 from drivetrain.ops import Ops
 from drivetrain.ops.reference import REFERENCE
 from drivetrain.ops.reference.dense import ReferenceLinear
-from drivetrain_api.v1 import AttentionSpec, Fused, GatedActivationSpec, LinearSpec, Provided, RmsNormSpec, RopeSpec
+from drivetrain_api.v1 import (
+    AddRmsNormSpec,
+    AttentionSpec,
+    Fused,
+    GatedActivationSpec,
+    LinearSpec,
+    Provided,
+    RmsNormSpec,
+    RopeSpec,
+)
 from tests.checkpoints import random_ids, tiny_checkpoint
 from tests.unit.models.driving import BLOCK, Driver, reference_backend
 
@@ -24,6 +33,7 @@ GATED, ENTRY, NORMED = (
     (RopeSpec, AttentionSpec),
     (RmsNormSpec, RopeSpec, AttentionSpec),
 )
+FIRST, FIRST_GATED = (AddRmsNormSpec, LinearSpec), (AddRmsNormSpec, LinearSpec, GatedActivationSpec)
 LENGTH, STEPS = 29, 12
 FAMILIES = {"llama": ENTRY, "llama-biases": ENTRY, "qwen3": NORMED, "gemma3": NORMED}
 
@@ -38,6 +48,27 @@ class GatedLinear:
     def apply(self, x, packed):
         self._calls[GATED] += 1
         return self._activate(self._linear.apply(x, packed))
+
+
+class NormedLinear:
+    """Addition, norm, product and, at times, the gated activation of it."""
+
+    def __init__(self, specs, calls: Counter, *, rounded: bool = False) -> None:
+        norm, linear, *rest = specs
+        alone = RmsNormSpec(**{each.name: getattr(norm, each.name) for each in fields(norm)})
+        self._join, self._alone = REFERENCE[norm.op].make(norm), REFERENCE[alone.op].make(alone)
+        self._linear, self._after = ReferenceLinear(linear), [REFERENCE[each.op].make(each) for each in rest]
+        self._calls, self._kinds, self._rounded = calls, tuple(type(each) for each in specs), rounded
+        self.packed_bytes, self.pack = self._linear.packed_bytes, self._linear.pack
+
+    def apply(self, x, residual, weight, packed):
+        self._calls[self._kinds] += 1
+        self._calls["without a residual"] += residual is None
+        normed, total = (self._alone(x, weight), x.float()) if residual is None else self._join(x, residual, weight)
+        product = self._linear.apply(normed, packed)
+        for after in self._after:
+            product = after(product)
+        return product, total * 1.001 if self._rounded else total
 
 
 def entering(specs, calls: Counter, *, rotated: bool = True):
@@ -65,15 +96,20 @@ def entering(specs, calls: Counter, *, rotated: bool = True):
 
 
 class Claiming:
-    """A backend that claims both runs, and which of them it was asked to do how often."""
+    """A backend that claims some of the runs, and which of them it was asked to do how often."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, claimed=(GATED, ENTRY, NORMED), **options) -> None:
         self.calls: Counter = Counter()
-        self.options = options
+        self.claimed, self.options = claimed, options
 
     def fuse(self, specs):
         kinds = tuple(type(spec) for spec in specs)
-        assert kinds in (GATED, ENTRY, NORMED), "no other run is asked for"
+        assert kinds in (GATED, ENTRY, NORMED, FIRST, FIRST_GATED), "no other run is asked for"
+        if kinds not in self.claimed:
+            return None
+        if kinds in (FIRST, FIRST_GATED):
+            made = NormedLinear(specs, self.calls, **self.options)
+            return Fused(count=len(specs), provided=Provided(implementation=made, label="native"))
         made = GatedLinear(*specs, self.calls) if kinds == GATED else entering(specs, self.calls, **self.options)
         return Fused(count=len(specs), provided=Provided(implementation=made, label="native"))
 
@@ -142,3 +178,42 @@ def test_a_run_that_leaves_out_a_part_shows(family) -> None:
     plain, _ = decoder_of(directory, None)
     wrong, _ = decoder_of(directory, Claiming(rotated=False))
     assert not torch.allclose(generate(wrong)[0][:LENGTH], generate(plain)[0][:LENGTH], atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_inside_the_products_behind_them_change_no_bit(family, dtype: str) -> None:
+    _, directory = family
+    plain, unclaimed = decoder_of(directory, None, dtype)
+    claiming = Claiming((FIRST, FIRST_GATED))
+    fused, ops = decoder_of(directory, claiming, dtype)
+    wanted, got = generate(plain), generate(fused)
+    assert torch.equal(got[0], wanted[0]) and got[1] == wanted[1]
+    layers, steps = len(plain.layers), 2 + STEPS
+    assert claiming.calls == {FIRST: layers * steps, FIRST_GATED: layers * steps, "without a residual": steps}
+    counts = [{c.op: 0 for c in each.report} for each in (unclaimed, ops)]
+    for count, each in zip(counts, (unclaimed, ops), strict=True):
+        for choice in each.report:
+            count[choice.op] += choice.count
+    norm, linear = AddRmsNormSpec.op, LinearSpec.op
+    assert counts[1][f"{norm} + {linear}"] == counts[1][f"{norm} + {linear} + {GatedActivationSpec.op}"] == layers
+    # What is left: the norm before the head; the products of attention and of the feed-forward, and the head.
+    assert counts[0][norm] == 2 * layers + 1 and counts[1][norm] == 1
+    assert counts[0][linear] == 4 * layers + 1 and counts[1][linear] == 2 * layers + 1
+    assert [h.sources for h in plain.holders] == [h.sources for h in fused.holders]
+
+
+def test_all_runs_together(family) -> None:
+    _, directory = family
+    plain, _ = decoder_of(directory, None)
+    claiming = Claiming((GATED, ENTRY, NORMED, FIRST, FIRST_GATED))
+    fused, _ = decoder_of(directory, claiming)
+    assert torch.equal(generate(fused)[0], generate(plain)[0])
+    assert GATED not in claiming.calls and claiming.calls[FIRST_GATED]
+
+
+def test_a_run_that_gives_another_stream_shows(family) -> None:
+    """Planted fault: the sum that is carried on is not what was normed."""
+    _, directory = family
+    plain, _ = decoder_of(directory, None)
+    wrong, _ = decoder_of(directory, Claiming((FIRST, FIRST_GATED), rounded=True))
+    assert not torch.equal(generate(wrong)[0], generate(plain)[0])

@@ -11,7 +11,7 @@ from drivetrain.errors import ConfigError, DeviceError
 from drivetrain.ops import Ops
 from drivetrain.ops.provided import ask_fused
 from drivetrain.ops.reference.dense import ReferenceLinear
-from drivetrain_api.v1 import Fused, GatedActivationSpec, OpTraits, Provided, RopeSpec
+from drivetrain_api.v1 import AddRmsNormSpec, Fused, GatedActivationSpec, OpTraits, Provided, RopeSpec
 from tests.unit.ops.test_facade import LINEAR, NORM, attention, backend, marker, refuses
 
 GATED = GatedActivationSpec(dtype="float32", size=1, kind="silu")
@@ -151,3 +151,23 @@ def test_a_watched_product_gives_the_size_of_what_it_activates() -> None:
     with pytest.raises(DeviceError, match="expected float32"):
         watched.fuse(*PRODUCT).apply(torch.ones(3, 8), None)
     assert len(watched.failures) == 1
+
+
+def test_a_watched_product_behind_a_norm_gives_the_sum_too() -> None:
+    class Product(ReferenceLinear):
+        def apply(self, x, residual, weight, packed):
+            kept = x.float() if residual is None else x + residual
+            return torch.zeros(len(x), LINEAR.out_features), kept.to(stream)
+
+    run = (AddRmsNormSpec(dtype="float32", size=LINEAR.in_features, eps=1e-6), LINEAR)
+    ops = ops_of(Claims(claim(Product(LINEAR))))
+    ops.fuse(*run)
+    made, (x, stream) = ops.watched().fuse(*run), (torch.ones(3, LINEAR.in_features), torch.float32)
+    for residual in (None, x, x.double()):
+        stream = torch.float64 if residual is not None and residual.dtype == torch.float64 else torch.float32
+        made.apply(x, residual, x[0], None)
+    stream = torch.bfloat16
+    with pytest.raises(DeviceError, match=r"apply returned \(float32 .*bfloat16 .*, expected \(float32"):
+        made.apply(x, x, x[0], None)
+    with pytest.raises(DeviceError, match="it has no packed_bytes, pack, apply"):
+        ops_of(Claims(claim(marker))).fuse(*run)
