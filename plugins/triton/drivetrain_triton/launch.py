@@ -1,0 +1,224 @@
+"""Launching kernels with less work on the host, and compiling many of them side by side.
+
+``@kernel`` stands above ``@triton.jit``; call sites stay ``name[grid](*args, **options)``. The first launch of a kind
+is Triton's own. Later ones of the same kind skip it: they find the compiled kernel by a key that tells apart all that
+Triton does, each run-time argument by Triton's own function. So they must give run-time arguments by place and all
+else by name. Triton's own way is taken for everything else, and while launches are observed by hooks. Beyond the first
+launch, Triton's settings from the environment and the globals that a kernel reads are not looked at again.
+
+Under the interpreter, and where this Triton lacks the parts used here (a warning says so), nothing is changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+try:
+    from triton._C.libtriton import native_specialize_impl
+    from triton.runtime._async_compile import FutureKernel, active_mode
+
+    ABLE = hasattr(knobs.runtime, "launch_enter_hook")
+except ImportError:
+    ABLE = False
+
+MOST_THREADS = 32
+RUNTIME = knobs.runtime
+NOT_CONST = repeat(False)
+UNFILLED = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A kernel that has run. ``constants``: what its call passes after the run-time arguments."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    compiled: Any
+
+
+class Kernel(JITFunction):  # type: ignore[misc]
+    """A kernel whose later launches are quick."""
+
+    def __init__(self, plain: JITFunction) -> None:
+        super().__init__(
+            plain.fn,
+            version=plain.version,
+            do_not_specialize=plain.do_not_specialize,
+            do_not_specialize_on_alignment=plain.do_not_specialize_on_alignment,
+            debug=plain.debug,
+            noinline=plain.noinline,
+            repr=plain._repr,
+            launch_metadata=plain.launch_metadata,
+        )
+        given = [param for param in self.params if not param.is_constexpr]
+        self._whole = tuple(not param.do_not_specialize for param in given)
+        self._aligned = tuple(not param.do_not_specialize_on_alignment for param in given)
+        self._constants = [(p.name, p.default) for p in self.params if p.is_constexpr]
+        self._simple = self.params[: len(given)] == given and not any(param.annotation for param in given)
+        self._driver: Any = None
+        self._backend: Any = None
+        self._made: dict[tuple[Any, ...], Made] = {}
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *args: Any, **options: Any) -> Any:
+        pool = COLLECTING.get()
+        if pool is not None:
+            return pool.take(self, grid, args, options)
+        active = driver.active
+        device = active.get_current_device()
+        key = self.key(active, device, args, options)
+        made = self._made.get(key)
+        if made is None or observed() or self.pre_run_hooks or callable(grid):
+            return self._first(key, grid, args, options)
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        stream = active.get_current_stream(device)
+        made.run(x, y, z, stream, made.function, made.metadata, None, None, None, *args, *made.constants)
+        return made.compiled
+
+    def key(self, active: Any, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """What tells launches apart that need different code: at least what Triton tells apart."""
+        if active is not self._driver:
+            self._driver, self._backend = active, self.device_caches[device][3]
+            self._made.clear()
+        kinds = map(native_specialize_impl, repeat(self._backend), args, NOT_CONST, self._whole, self._aligned)
+        return (device, *kinds, *options, *options.values())
+
+    def _first(self, key: tuple[Any, ...], grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Launch by Triton, and keep what it ran where that says all about the next launch of the key."""
+        compiled = self.run(*args, grid=grid, warmup=False, **options)
+        names = {name for name, _ in self._constants}
+        whole = self._simple and len(args) == len(self._whole) and names <= options.keys()
+        if whole and hasattr(compiled, "packed_metadata"):
+            constants = tuple(options[name] for name, _ in self._constants)
+            self._made[key] = Made(compiled.run, compiled.function, compiled.packed_metadata, constants, compiled)
+        return compiled
+
+
+def observed() -> bool:
+    """Whether someone wants to hear of launches."""
+    enter, leave = RUNTIME.launch_enter_hook, RUNTIME.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def kernel(plain: Any) -> Any:
+    """Make a ``@triton.jit`` function a ``Kernel``; one that is interpreted stays what it is."""
+    if type(plain) is not JITFunction:
+        return plain
+    if not ABLE:
+        logger.warning("Triton %s: %s is launched by Triton's own, slower way", triton.__version__, plain.__name__)
+        return plain
+    return Kernel(plain)
+
+
+class Zeros(TorchDispatchMode):
+    """New tensors begin as zeros: what a kernel that did not run would have written is then no stray index."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func.overloadpacket.__name__ in UNFILLED else made
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """Compilations under way. Triton hands them over by ``submit``."""
+
+    executor: Executor
+    device: int
+    name: str = ""
+    seen: set[tuple[Any, ...]] = field(default_factory=set)
+    futures: dict[Any, tuple[str, Any]] = field(default_factory=dict)
+
+    def take(self, function: Kernel, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Have the kernel of a launch compiled. The launch itself does not happen."""
+        key = (function, *function.key(driver.active, self.device, args, options))
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        self.name = function.__name__
+        token = active_mode.set(self)
+        try:
+            function.run(*args, grid=grid, warmup=True, **options)
+        finally:
+            active_mode.reset(token)
+
+    def submit(self, key: Any, compile_one: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
+        """Begin one compilation; called by Triton."""
+        if key not in self.futures:
+            self.futures[key] = self.name, FutureKernel(finish, self.executor.submit(loaded, compile_one))
+        return self.futures[key][1]
+
+    def failures(self) -> Iterator[tuple[str, Exception]]:
+        """Wait for all; the names of kernels that failed, and why."""
+        for name, future in self.futures.values():
+            try:
+                future.result()
+            except Exception as error:
+                yield name, error
+
+
+def loaded(compile_one: Callable[[], Any]) -> Any:
+    """Compile, and load the code with all that its launches need: done here, it delays no launch."""
+    compiled = compile_one()
+    _ = compiled.run
+    return compiled
+
+
+COLLECTING: ContextVar[Pool | None] = ContextVar("drivetrain_triton_collecting", default=None)
+
+
+@contextmanager
+def compiling(threads: int = 0) -> Iterator[None]:
+    """In this context kernels do not run: each launch only begins the compilation that it needs, and tensors begin as
+    zeros. Leaving it waits for all. RuntimeError with the name of the first kernel that can't be compiled or loaded.
+
+    ``threads``: compilations at once; 0: as many as the process has cores. Where kernels are Triton's own or
+    interpreted, they run.
+    """
+    if not ABLE or knobs.runtime.interpret:
+        yield
+        return
+    count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    device = driver.active.get_current_device()
+    choose = getattr(driver.active, "set_current_device", None)
+    with ThreadPoolExecutor(count, initializer=choose, initargs=(device,) if choose else ()) as executor:
+        pool = Pool(executor, device)
+        token = COLLECTING.set(pool)
+        try:
+            with Zeros():
+                yield
+        finally:
+            COLLECTING.reset(token)
+            failed = list(pool.failures())
+    for name, error in failed:
+        raise RuntimeError(f"kernel {name}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCompiler:
+    """The contract's ``Compiler``."""
+
+    threads: int = 0
+
+    def compiling(self) -> Any:
+        """See ``compiling``."""
+        return compiling(self.threads)
