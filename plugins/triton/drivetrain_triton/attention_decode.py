@@ -6,6 +6,7 @@ import triton
 from triton import language as tl
 
 from .attention_tiles import LOG2E, NEVER, block_ids, factor_of, fold, gather, lse_of, nothing_yet, scores_of, with_sink
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 
 
@@ -106,6 +107,7 @@ def write_together(
         tl.store(at, result.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (columns < DV)[None, :])
 
 
+@kernel
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out,
@@ -215,6 +217,7 @@ def decode_kernel(
             write_alone(out, sinks, acc, total, top, row, kv_head, HEADS, GROUP, DV, DV_PAD, BLOCK_M, SINKS)
 
 
+@kernel
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     out,

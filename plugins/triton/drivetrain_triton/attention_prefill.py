@@ -6,6 +6,7 @@ import triton
 from triton import language as tl
 
 from .attention_tiles import LOG2E, NEVER, block_ids, factor_of, fold, gather, lse_of, nothing_yet, scores_of, with_sink
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 
 
@@ -106,6 +107,7 @@ def share_of(
     return first, begin, end, inner, outer
 
 
+@kernel
 @triton.jit(do_not_specialize=["table_stride", "rows", "base", "tiles"])
 def prefill_kernel(
     out,

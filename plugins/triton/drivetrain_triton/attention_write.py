@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 
 
+@kernel
 @triton.jit
 def write_kernel(
     k,
@@ -95,6 +97,7 @@ def weighted(x, root, weight, OFFSET: tl.constexpr, EARLY: tl.constexpr, DTYPE: 
     return result.to(DTYPE).to(tl.float32)
 
 
+@kernel
 @triton.jit
 def rotate_kernel(
     q,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from drivetrain_triton.launch import kernel
 from drivetrain_triton.linear_parts import finish_tile, panel
 from drivetrain_triton.overlap import let_next_begin, wait_for_earlier
 
@@ -75,6 +76,7 @@ def multiplied(sums, tile, x_at, k, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
         return tl.dot(weights, tl.permute(tokens, (0, 2, 1)), sums, input_precision="ieee")
 
 
+@kernel
 @triton.jit(do_not_specialize=["M"])
 def fragment_products(
     x,

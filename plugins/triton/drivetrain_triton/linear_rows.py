@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from drivetrain_triton.launch import kernel
 from drivetrain_triton.linear_parts import gated, panel
 from drivetrain_triton.overlap import let_next_begin, wait_for_earlier
 
@@ -49,6 +50,7 @@ def finish_row(sums, bias, out, program, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.
     tl.store(out + columns, result.to(dtype), mask=columns < N)
 
 
+@kernel
 @triton.jit(do_not_specialize=["M"])
 def row_products(
     x,

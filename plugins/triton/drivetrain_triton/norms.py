@@ -14,6 +14,7 @@ from triton import language as tl
 
 from drivetrain_api.v1 import AddRmsNormSpec, RmsNormSpec
 
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
@@ -34,6 +35,7 @@ def _weighted(normed, weight, OFFSET: tl.constexpr, ROUND: tl.constexpr):
         return normed * (weight.to(tl.float32) + OFFSET)
 
 
+@kernel
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
     x,  # element (row, column) at (row // heads) * token_stride + row % heads * head_stride + column
@@ -79,6 +81,7 @@ def _norm(
     tl.store(normed + out, result.to(w.dtype), mask=inside)
 
 
+@kernel
 @triton.jit
 def _long_norm(
     x,
