@@ -16,6 +16,7 @@ from drivetrain_api.v1 import (
     torch_runtime,
     torch_storage,
 )
+from drivetrain_triton.launch import KernelCompiler
 from drivetrain_triton.target import Target
 
 from .graphs import CudaGraphs
@@ -45,6 +46,7 @@ def open_backend(index: int, view: ConfigView) -> Backend:
         graphs=None if view.options.get("graphs") == "off" else CudaGraphs(runtime.device),
         provide=providers.provide,
         fuse=providers.fuse,
+        compiler=KernelCompiler(),
         validate=validate,
         close=torch.cuda.empty_cache,
     )

@@ -1,9 +1,10 @@
-"""Captured steps: buckets of decode rows, two graphs each, and of small steps with prompts, one graph each.
+"""Captured steps: buckets of decode rows, and of small steps with prompts, two graphs each.
 
 The first holds a whole forward: preparation from the row tables, attention plans, layers, final norm. The second draws
 greedily from its hidden states and keeps the tokens. Both read and write device memory alone, so a step in steady
 decode is two launches and one copy to the host; only a change of the batch's rows is uploaded before. A bucket of
-small steps takes any mix of few rows and so many query tokens, ids uploaded; such steps draw eagerly.
+small steps takes any mix of few rows and so many query tokens, ids uploaded. Its second graph draws for every row from
+its last query token; what a row draws whose prompt goes on is neither told nor read.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from drivetrain.runner.batch import BatchArrays, BatchShape
+from drivetrain.runner.dummies import few_layers
 from drivetrain.runner.forward import BATCH_ARRAYS
 from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, NON_GREEDY, POOLING
 from drivetrain.runner.sampler import RowUpdate, SampleSet
@@ -39,12 +41,28 @@ CHUNK_TOKENS = (16, 32, 64, 128, 256)
 WANTED = 64  # plans that are remembered
 WASTE = 1.5  # a larger bucket serves while it is at most so much larger; beyond, an eager step is sooner done
 
+Recorder = Callable[[Callable[[], Any]], tuple["Graph", Any]]
+
+
+class Unrecorded:
+    """Stands for a graph where nothing was recorded."""
+
+    def replay(self) -> None:
+        """Nothing is there."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+UNRECORDED = Unrecorded()
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Captured:
     """One bucket of B rows and T query tokens. The tensors keep their addresses. ``fed``: the batch arrays that steps
     send, flat, in the order of ``names``; ``sent``: what the host sent last; ``rows`` [B]: the part of ``fed`` that is
-    the rows. ``drawing``: the second graph of decode rows, its results behind it."""
+    the rows; ``query_start`` [B + 1]: the query starts, where rows may have several tokens. ``drawing``: the second
+    graph, its results behind it."""
 
     shape: BatchShape
     names: tuple[str, ...]
@@ -54,6 +72,7 @@ class Captured:
     prepared: Prepared
     hidden: torch.Tensor  # [T, hidden]
     sent: np.ndarray
+    query_start: torch.Tensor | None = None
     drawing: Graph | None = None
     update: RowUpdate | None = None
     packed: torch.Tensor | None = None  # [2 B]
@@ -70,8 +89,22 @@ class Captured:
     def sample_set(self, part: SampleSet) -> None:
         """Let a set of all the bucket's rows see the replayed step."""
         part.views = {"rows": self.rows, "logit_rows": self.rows}
-        part.hidden = self.hidden
+        last = self.query_start
+        part.hidden = self.hidden if last is None else self.hidden.index_select(0, last[1:] - 1)
         part.lengths = part.positions = self.prepared.lengths
+
+    def take_drawing(self, record: Recorder, sampler: Sampler, part: SampleSet) -> None:
+        """Record the second graph, of a set of all rows."""
+
+        def draw() -> tuple[RowUpdate, list[torch.Tensor]]:
+            self.sample_set(part)
+            return sampler.run(part, None)
+
+        self.drawing, (self.update, (self.packed,)) = record(draw)
+
+    def ready(self, part: SampleSet) -> None:
+        """Let a set of all the bucket's rows be drawn by the second graph."""
+        part.views = {"rows": self.rows, "logit_rows": self.rows}
 
     def draw(self, part: SampleSet) -> tuple[RowUpdate, list[torch.Tensor]]:
         """Queue the second graph, as ``Sampler.run``."""
@@ -151,13 +184,29 @@ class DecodeGraphs:
         rows = next((bucket for bucket in self.buckets if bucket not in self._captured), 0)
         return self.capture_shape(rows) if rows else None
 
+    def shapes(self) -> list[BatchShape]:
+        """Return the shapes of all buckets, captured or not."""
+        chunks = [BatchShape(rows=CHUNK_ROWS, tokens=tokens, widths=self._widths) for tokens in self.chunks]
+        return [*map(self.capture_shape, self.buckets), *chunks]
+
     def capture_shape(self, rows: int) -> BatchShape:
         """Return the shape at which the bucket of ``rows`` decode rows is captured."""
         return BatchShape(rows=rows, tokens=rows, widths=self._widths)
 
     def capture(self, plan: StepPlan, batch: BatchArrays) -> None:
-        """Record the bucket of a dummy plan that fills its shape. Its work runs once before it is recorded, so that
+        """Record the bucket of a dummy plan that fills its shape. The work of a few layers runs once before, so that
         nothing is compiled or loaded meanwhile."""
+        made = self._make(plan, batch, self._record)
+        if made.steady:
+            self._captured[made.shape.rows] = made
+        else:
+            self._chunks[made.shape.tokens] = made
+
+    def rehearse(self, plan: StepPlan, batch: BatchArrays) -> None:
+        """Run a bucket's work once and record nothing."""
+        self._make(plan, batch, lambda run: (UNRECORDED, run()))
+
+    def _make(self, plan: StepPlan, batch: BatchArrays, record: Recorder) -> Captured:
         passes, shape = self._passes, batch.shape
         batch = replace(batch, bounds=np.full(shape.rows, plan.bounds.max(), np.int32))
         passes.tables.reset_padding()
@@ -174,7 +223,7 @@ class DecodeGraphs:
             decoder = passes.decoder
             return prepared, decoder.finish(decoder.forward(decoder.embed(prepared.ids), step))
 
-        graph, (prepared, hidden) = self._record(forward)
+        graph, (prepared, hidden) = record(forward)
         made = Captured(
             shape=shape,
             names=names,
@@ -184,31 +233,22 @@ class DecodeGraphs:
             prepared=prepared,
             hidden=hidden,
             sent=NOTHING,
+            query_start=parts.get("query_start"),
         )
-        if not decode:
-            self._chunks[shape.tokens] = made
-            return
         if self._sampler is not None:
+            part = SampleSet.of_whole(plan.num_rows, batch.rows)
             try:
-                self._capture_drawing(made, plan, batch, self._sampler)
+                made.take_drawing(record, self._sampler, part)
             except Exception:
                 graph.release()
                 raise
-        self._captured[shape.rows] = made
+        return made
 
-    def _capture_drawing(self, made: Captured, plan: StepPlan, batch: BatchArrays, sampler: Sampler) -> None:
-        part = SampleSet.of_whole(plan.num_rows, batch.rows)
-
-        def draw() -> tuple[RowUpdate, list[torch.Tensor]]:
-            made.sample_set(part)
-            return sampler.run(part, None)
-
-        made.drawing, (made.update, (made.packed,)) = self._record(draw)
-
-    def _record(self, run: Callable[[], tuple]) -> tuple[Graph, tuple]:  # type: ignore[type-arg]
+    def _record(self, run: Callable[[], Any]) -> tuple[Graph, Any]:
         graphs = self._backend.graphs
         assert graphs is not None
-        run()
+        with few_layers(self._passes.decoder):
+            run()
         return graphs.capture(run)
 
     def pack(self, captured: Captured, batch: BatchArrays, pack: Pack) -> None:
@@ -260,7 +300,12 @@ class Buckets:
     @property
     def graphs(self) -> int:
         """Graphs in all."""
-        return len(self.rows) * (2 if self.drawing else 1) + len(self.chunks)
+        return (len(self.rows) + len(self.chunks)) * (2 if self.drawing else 1)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest."""
+        return max((*self.rows, CHUNK_ROWS if self.chunks else 0), default=0)
 
     @property
     def most_tokens(self) -> int:

@@ -187,7 +187,9 @@ class Runner:
     def _replay(self, flight: InFlight, captured: Captured, views: dict[str, torch.Tensor]) -> None:
         self.graphs.run(captured, views)
         for prefix, part in flight.sets():
-            if part.arrays.whole:
+            if part.arrays.whole and captured.draws(flight.facts):
+                captured.ready(part)
+            elif part.arrays.whole:
                 captured.sample_set(part)
             else:
                 part.adopt(prefix, views)
@@ -215,7 +217,10 @@ class Runner:
         flight.facts = facts = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if not self.config.last:
             return
-        if steady and not facts & POOLING:
+        whole = steady and not facts & POOLING
+        if captured is not None and not whole and not plan.late_rows and captured.draws(facts):
+            whole = bool(plan.sample.any())
+        if whole:
             wants = self.tables.logprobs[plan.rows] if facts & LOGPROBS else None
             arrays = self.builder.whole(plan, batch.rows)
             flight.early = SampleSet(arrays=arrays, facts=facts, generation=None, wants_logprobs=wants, views={})
@@ -251,6 +256,11 @@ class Runner:
         """Record the bucket of a shape by a dummy plan that fills it."""
         with self.runtime.activate(), torch.no_grad():
             self.graphs.capture(plan, self.builder.arrays(plan, shape))
+
+    def rehearse(self, plan: StepPlan, shape: BatchShape) -> None:
+        """Run what ``capture`` would record."""
+        with self.runtime.activate(), torch.no_grad():
+            self.graphs.rehearse(plan, self.builder.arrays(plan, shape))
 
     # -- sample ----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +13,14 @@ import numpy as np
 from drivetrain.errors import DeviceError
 from drivetrain.params import MAX_LOGPROBS
 from drivetrain.runner.batch import StepLimits
-from drivetrain.runner.dummies import capture_plan, decode_plan, dummy_plan, prefill_plan
-from drivetrain.runner.graphs import EACH_UP_TO
+from drivetrain.runner.dummies import capture_plan, decode_plan, dummy_plan, few_layers, prefill_plan
+from drivetrain.runner.graphs import CHUNK_TOKENS, EACH_UP_TO
 from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, POOLING, TOP_K, TOP_P
 from drivetrain.sched.plan import BlockCopy, EmbedRun, LateInput, PositionRun, RowStart, StateExport, StepPlan
 
 if TYPE_CHECKING:
     from drivetrain.runner.runner import Runner
-    from drivetrain_api.v1 import MemoryUse, ShapePolicy
+    from drivetrain_api.v1 import Compiler, MemoryUse, ShapePolicy
 
 EVERY_FILTER = NON_GREEDY | TOP_K | TOP_P | MIN_P
 
@@ -46,8 +47,8 @@ class Variant:
 
 
 def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = None) -> WarmUp:
-    """Measure the largest step, run every shape of a policy of fixed shapes, capture graphs (of dynamic shapes the
-    small buckets and the largest one; others are captured later), declare readiness.
+    """Have compiled what can be ahead, measure the largest step, run every shape of a policy of fixed shapes, capture
+    graphs (of dynamic shapes the small buckets and the largest one; others are captured later), declare readiness.
 
     ``largest_tokens``: measure with a step of this many query tokens where the limit's own would take too
     long (dynamic shapes only). DeviceError when a dummy step fails: the engine could not serve that shape.
@@ -59,6 +60,7 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
         measured = replace(limits, tokens=min(limits.tokens, largest_tokens))
     steps = 0
     try:
+        compile_ahead(runner, limits)
         largest = backend.memory.measure(lambda: run_largest(runner, measured))
         for plan in () if backend.shapes.dynamic else fixed_plans(runner, limits):
             for variant in variants(runner):
@@ -79,6 +81,45 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
     runner.runtime.synchronize()
     backend.ready()
     return WarmUp(largest=largest, steps=steps + 2, graphs=runner.graphs.count)
+
+
+def compile_ahead(runner: Runner, limits: StepLimits) -> int:
+    """Where first calls of ops compile: let a few layers of all steps that will be run or captured say what they need,
+    so that it is compiled side by side. Returns the number of dummy steps; their memory is given back."""
+    compiler: Compiler | None = getattr(runner.backend, "compiler", None)
+    if compiler is None:
+        return 0
+    steps = 0
+    with few_layers(runner.decoder), compiler.compiling():
+        for plan, variant in steps_ahead(runner, limits):
+            run_dummy(runner, plan, variant)
+            steps += 1
+        for shape in runner.graphs.shapes():
+            runner.rehearse(capture_plan(runner, shape), shape)
+            steps += 1
+    runner.runtime.synchronize()
+    runner.runtime.trim()
+    return steps
+
+
+def steps_ahead(runner: Runner, limits: StepLimits) -> Iterator[tuple[StepPlan, Variant]]:
+    """Yield a dummy step of each kind that a first request may run eagerly: of fixed shapes all; else prompts of small
+    and of all tokens, behind decode rows too, decode rows, draws by each filter; each short and at the longest."""
+    if not runner.backend.shapes.dynamic:
+        yield from product(fixed_plans(runner, limits), variants(runner))
+        return
+    config = runner.config
+    longest, rows = config.max_model_len, min(config.max_num_seqs, config.max_num_batched_tokens)
+    most = min(config.max_num_batched_tokens, longest)
+    for bound in (1, longest):
+        for tokens in sorted({tokens for tokens in (1, *CHUNK_TOKENS) if tokens < most} | {most}):
+            yield prefill_plan(runner, 1, tokens, bound), Variant()
+        if rows > 1:
+            counts = np.array((1, min(most, CHUNK_TOKENS[0]) - 1), np.int32).clip(1)
+            yield dummy_plan(runner, counts, np.maximum(counts, bound), 1), Variant()
+            yield decode_plan(runner, rows, bound), Variant()
+    for flags in (0, TOP_K, TOP_P, TOP_K | TOP_P):
+        yield decode_plan(runner, 1, 1), Variant(flags=NON_GREEDY | flags)
 
 
 def run_largest(runner: Runner, limits: StepLimits) -> None:

@@ -10,6 +10,7 @@ from triton import language as tl
 
 from drivetrain_api.v1 import GatedActivationSpec
 
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
@@ -31,6 +32,7 @@ def activated(x, KIND: tl.constexpr):
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
+@kernel
 @triton.jit
 def _gated(gate_up, out, stride, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """gate_up [T, 2 SIZE], rows ``stride`` apart -> out [T, SIZE]. The activation is rounded before it multiplies."""

@@ -20,6 +20,7 @@ from drivetrain_api.v1 import DrawSpec, SamplingInputs
 
 from .filters import find_limits
 from .keys import LOWEST, joined, key_of, lowest, value_of
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
@@ -57,6 +58,7 @@ def _allowed(logits, mask, index, inside, MASKED: tl.constexpr):
     return value
 
 
+@kernel
 @triton.jit(
     do_not_specialize=["tiles", "stream"],
     do_not_specialize_on_alignment=["temperature", "seed", "position", "sample", "limits", "min_p"],
@@ -134,6 +136,7 @@ def _kept(score, key, index, limits, min_p, row, rows):
     return tl.where(keep, score, float("-inf"))
 
 
+@kernel
 @triton.jit(do_not_specialize=["pieces"])
 def _choose(best, tokens, pieces, OFFSET: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr):
     """best [N, pieces] -> tokens [N]."""
@@ -145,6 +148,7 @@ def _choose(best, tokens, pieces, OFFSET: tl.constexpr, PIECES: tl.constexpr, OV
     tl.store(tokens + row, (lowest(key) + OFFSET).to(tl.int32))
 
 
+@kernel
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _scale(
     logits,

@@ -10,6 +10,7 @@ from triton import language as tl
 
 from drivetrain_api.v1 import EmbeddingSpec, torch_dtype
 
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
@@ -17,6 +18,7 @@ BLOCK = 1024
 WARPS = 4
 
 
+@kernel
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _lookup(
     ids, weight, out, stride, SCALE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr

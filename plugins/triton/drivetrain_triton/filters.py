@@ -16,6 +16,7 @@ from triton import language as tl
 from drivetrain_api.v1 import SamplingInputs
 
 from .keys import LOWEST, joined, lowest, upper, value_of
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
@@ -122,6 +123,7 @@ def _last_id(
     return tl.max(found, axis=0)
 
 
+@kernel
 @triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
 def _limits(
     keys,  # [N, V] int32, of the scaled logits

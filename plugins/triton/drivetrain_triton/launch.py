@@ -1,10 +1,11 @@
 """Launching kernels with less work on the host, and compiling many of them side by side.
 
-``@kernel`` stands above ``@triton.jit``; call sites stay ``name[grid](*args, **options)``. The first launch of a kind
-is Triton's own. Later ones of the same kind skip it: they find the compiled kernel by a key that tells apart all that
-Triton does, each run-time argument by Triton's own function. So they must give run-time arguments by place and all
-else by name. Triton's own way is taken for everything else, and while launches are observed by hooks. Beyond the first
-launch, Triton's settings from the environment and the globals that a kernel reads are not looked at again.
+``@kernel`` stands above ``@triton.jit`` (or Gluon's); call sites stay ``name[grid](*args, **options)``. The first
+launch of a kind is Triton's own. Later ones of the same kind skip it: they find the compiled kernel by a key that tells
+apart all that Triton does, each run-time argument by Triton's own function. So they must give run-time arguments by
+place and all else by name. Triton's own way is taken for everything else, and while launches are observed by hooks.
+Beyond the first launch, Triton's settings from the environment and the globals that a kernel reads are not looked at
+again.
 
 Under the interpreter, and where this Triton lacks the parts used here (a warning says so), nothing is changed.
 """
@@ -18,7 +19,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from typing import Any
 
@@ -121,13 +122,19 @@ def observed() -> bool:
 
 
 def kernel(plain: Any) -> Any:
-    """Make a ``@triton.jit`` function a ``Kernel``; one that is interpreted stays what it is."""
-    if type(plain) is not JITFunction:
+    """Make a function of ``@triton.jit`` a ``Kernel``; one that is interpreted stays what it is."""
+    if not isinstance(plain, JITFunction) or isinstance(plain, Kernel):
         return plain
     if not ABLE:
         logger.warning("Triton %s: %s is launched by Triton's own, slower way", triton.__version__, plain.__name__)
         return plain
-    return Kernel(plain)
+    return quick(type(plain))(plain)
+
+
+@cache
+def quick(kind: type[JITFunction]) -> type[Kernel]:
+    """``Kernel`` for one of Triton's languages; its own function type decides how a kernel is compiled."""
+    return Kernel if kind is JITFunction else type(f"Quick{kind.__name__}", (Kernel, kind), {})
 
 
 class Zeros(TorchDispatchMode):

@@ -16,6 +16,7 @@ from triton import language as tl
 
 from drivetrain_api.v1 import KeepSpec, Prepared, PrepareInputs, PrepareSpec, torch_dtype
 
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
@@ -113,6 +114,7 @@ def _fill_row(
         tl.store(computed + row, 0, mask=padded)
 
 
+@kernel
 @triton.jit(
     do_not_specialize=["num_rows", "num_tokens", "token_pieces", "row_pieces"],
     do_not_specialize_on_alignment=[
@@ -160,6 +162,7 @@ def _prepare(
         )  # fmt: skip
 
 
+@kernel
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["tokens", "witness", "rows", "packed"])
 def _keep(
     tokens, witness, rows, last_tokens, packed, count, PLACES: tl.constexpr, KEPT: tl.constexpr, OVERLAPS: tl.constexpr

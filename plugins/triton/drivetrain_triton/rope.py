@@ -10,6 +10,7 @@ from triton import language as tl
 
 from drivetrain_api.v1 import RopeAnglesSpec, RopeSpec
 
+from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
 
@@ -40,6 +41,7 @@ def cos_sin(phase):
     return tl.where((turn == 1) | (turn == 2), -cos, cos), tl.where(turn >= 2, -sin, sin)
 
 
+@kernel
 @triton.jit(do_not_specialize=["tokens", "position_stride"], do_not_specialize_on_alignment=["positions"])
 def _angles(
     positions,  # [tokens], or three such rows position_stride apart with ROWS = 3
@@ -57,12 +59,14 @@ def _angles(
     TOKENS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    let_next_begin(OVERLAPS)
+    # Once a step, between its preparation and its layers: the next kernel begins only when the preparation has ended
+    # (see ``overlap``).
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (token < tokens) & (column < HALF)
     frequency = tl.load(inv_freq + column, mask=column < HALF, other=0.0)
     wait_for_earlier(OVERLAPS)
+    let_next_begin(OVERLAPS)
     if ROWS == 1:
         position = tl.load(positions + token, mask=token < tokens, other=0)
     else:
@@ -74,6 +78,7 @@ def _angles(
     tl.store(sin + out, s * FACTOR, mask=inside)
 
 
+@kernel
 @triton.jit
 def _rotate(
     x,  # [T, heads, DIM]

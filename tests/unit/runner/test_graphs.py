@@ -12,7 +12,7 @@ from drivetrain.models.source import resolve
 from drivetrain.ops import Ops
 from drivetrain.runner.batch import BatchShape, step_limits
 from drivetrain.runner.dummies import capture_missing, capture_plan, decode_plan
-from drivetrain.runner.graphs import graph_buckets
+from drivetrain.runner.graphs import Captured, graph_buckets
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.warmup import warm_up
 from drivetrain_api.v1 import AttentionTraits, GraphBudget, ShapePolicy
@@ -108,17 +108,19 @@ def many_graphs(monkeypatch) -> None:
     )
 
 
-def test_small_steps_with_prompts_are_replayed_too(checkpoint, many_graphs) -> None:
+def test_small_steps_with_prompts_are_replayed_too(checkpoint, many_graphs, monkeypatch) -> None:
     wanted = serve(real_runner(checkpoint, device("cpu"), max_num_seqs=6), 1)
     runner = real_runner(checkpoint, device("mirage", native=True, delay=0.002), depth=2)
     warm_up(runner, step_limits(runner.backend.shapes, 6, 48))
     while capture_missing(runner):
         pass
-    replayed = []
-    inner = runner.graphs.run
+    replayed, drawn = [], []
+    inner, draw = runner.graphs.run, Captured.draw
     runner.graphs.run = lambda captured, views: (replayed.append(captured.shape.tokens), inner(captured, views))[1]
+    monkeypatch.setattr(Captured, "draw", lambda self, part: (drawn.append(self.shape.tokens), draw(self, part))[1])
     assert serve(runner, 2) == wanted
     assert {16, 32} & set(replayed), "steps with prompts must have been replayed"
+    assert {16, 32} & set(drawn), "and drawn by the second graph"
     assert set(replayed) & {1, 2, 3, 4, 5}, "steps of decode rows must have been replayed"
     runner.close()
     assert runner.graphs.count == 0
@@ -173,12 +175,12 @@ def test_after_giving_up_a_bucket_much_too_large_still_does_not_serve(checkpoint
     runner.close()
 
 
-def test_a_capture_that_fails_half_way_keeps_no_graph(checkpoint) -> None:
+def test_a_capture_that_fails_half_way_keeps_no_graph(checkpoint, monkeypatch) -> None:
     runner = real_runner(checkpoint, device("mirage", native=True), max_num_seqs=20, depth=2)
     warm_up(runner, step_limits(runner.backend.shapes, 20, 48))
     lose(runner, 20)
     held = runner.backend.graphs.count
-    runner.graphs._capture_drawing = lambda *given: 1 / 0
+    monkeypatch.setattr(Captured, "take_drawing", lambda *given: 1 / 0)
     assert capture_missing(runner) and runner.backend.graphs.count == held
     runner.close()
     assert runner.backend.graphs.count == 0

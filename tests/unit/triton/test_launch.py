@@ -11,6 +11,7 @@ import triton
 from triton import knobs
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -154,7 +155,7 @@ def test_compiling_launches_nothing_and_leaves_all_compiled(device, monkeypatch)
 def test_a_kernel_that_does_not_compile_is_named(device):
     made, broken = both()[0], kernel(triton.jit(_broken))
     x = torch.zeros(64)
-    with pytest.raises(RuntimeError, match="(?s)kernel _broken: .*nowhere"), compiling(1):
+    with pytest.raises(RuntimeError, match=r"(?s)kernel _broken: .*nowhere"), compiling(1):
         broken[(1,)](x, BLOCK=16)
         made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=16)
     made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=16)
@@ -175,6 +176,15 @@ def test_code_that_does_not_load_is_named(device):
     with pytest.raises(RuntimeError, match="kernel _add: OutOfResources"), compiling(1):
         made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=16)
     shared_limit.cache_clear()
+
+
+def test_a_kernel_of_another_language_keeps_its_compiler(device):
+    plain = gluon.jit(_add)
+    made = kernel(plain)
+    assert isinstance(made, Kernel) and isinstance(made, type(plain)) and kernel(made) is made
+    assert type(made) is type(kernel(gluon.jit(_broken)))
+    _ = made.device_caches[0], plain.device_caches[0]
+    assert made.ASTSource is plain.ASTSource and made.is_gluon()
 
 
 def test_interpreted_functions_stay_what_they_are(monkeypatch):

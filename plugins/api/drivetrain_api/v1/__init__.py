@@ -1,7 +1,7 @@
 """The contract, major 1 (0.x until the vendor's kit is published: any release may still change it)."""
 
 from .attention import AttentionBatch, AttentionSpec, AttentionTraits, GraphAttention, LseAttention, PagedAttention
-from .backend import Backend, Capabilities, ComposedBackend, PlanSummary, Problem, dtype_bytes, torch_dtype
+from .backend import Backend, Capabilities, Compiler, ComposedBackend, PlanSummary, Problem, dtype_bytes, torch_dtype
 from .device import (
     Baseline,
     Counters,
@@ -42,13 +42,13 @@ from .pointwise import (
 )
 from .provisional import (
     Collectives,
-    Compiler,
     ExpertParallelMoe,
     LoraSpec,
     Moe,
     MoeSpec,
     Offload,
     Program,
+    ProgramCompiler,
     Recurrent,
     RecurrentSpec,
     Region,
@@ -134,6 +134,7 @@ __all__ = [
     "Prepared",
     "Problem",
     "Program",
+    "ProgramCompiler",
     "ProofRung",
     "Provided",
     "QuantSpec",

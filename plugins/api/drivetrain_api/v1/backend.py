@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,6 +60,14 @@ class Problem:
     setting: str
     reason: str
     proposed: str
+
+
+class Compiler(Protocol):
+    """Optional, as ``Backend.compiler``, where first calls of ops compile: dummy steps say what will be needed."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """In this context ops need not run: what their calls need is compiled side by side. Results may then be
+        anything that is safe to go on with, zeros best. Leaving waits for all and raises the first failure."""
 
 
 class Backend(Protocol):
@@ -146,6 +155,7 @@ class ComposedBackend:
     provide: Callable[[OpSpec], Provided | Decline] = decline_all
     fuse: Callable[[Sequence[OpSpec]], Fused | None] = no_fusion
     validate: Callable[[PlanSummary], Sequence[Problem]] = no_problems
+    compiler: Compiler | None = None
     ready: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
 

@@ -179,7 +179,7 @@ class Program(Protocol):
         """Return hidden states [T, hidden]."""
 
 
-class Compiler(Protocol):
+class ProgramCompiler(Protocol):
     """Optional, beside ``Backend``: compile a whole forward for a bucket."""
 
     def compile(self, step: Any, weights: Any, num_tokens: int, num_rows: int) -> Program:
