@@ -10,6 +10,7 @@ order and draws tokens. A plan is submitted twice: ``forward`` at once, ``sample
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from drivetrain.sched.plan import StepPlan
 from drivetrain.sched.scheduler import Scheduler, SchedulerStats
 
 LATER_SHARE = 0.05
+REST_SECONDS = 0.1
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class Loop:
         self._steps = 0
         self._put_off = True
         self._later_at = 0.0
+        self._rested_at = time.perf_counter() + REST_SECONDS
 
     def submit(self, request: GenerateRequest, grammar: GrammarSession | None = None) -> None:
         """Queue a request. RequestError when it can never be served; nothing else is disturbed."""
@@ -68,10 +71,21 @@ class Loop:
             self._sample_late()
             if self._put_off:
                 self._work_off()
+                self._rested_at = time.perf_counter() + REST_SECONDS
         return outputs
 
+    def rest(self) -> float:
+        """Called when there is no work. Without work for ``REST_SECONDS``, one piece of what was put off is done: soon
+        after a request another may come, and would wait for it. Returns in how many seconds to call again."""
+        if not self._put_off:
+            return math.inf
+        left = self._rested_at - time.perf_counter()
+        if left > 0.0:
+            return left
+        return 0.0 if self.idle() else math.inf
+
     def idle(self) -> bool:
-        """Called when there is no work: do one piece of what was put off. Returns whether there may be more."""
+        """Do one piece of what was put off. Returns whether there may be more."""
         self._put_off = self._put_off and self.executor.later()
         return self._put_off
 

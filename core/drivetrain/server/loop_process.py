@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -77,15 +78,14 @@ class Driver:
         self._next_beat = 0.0
         self._was_busy = True
         self._stopped = False
-        self._idle: Callable[[], bool] = getattr(loop, "idle", lambda: False)
+        self._rest: Callable[[], float] = getattr(loop, "rest", lambda: math.inf)
 
     def run(self) -> None:
         """Serve. Returns when told to stop; an exception out of a step passes through."""
         while not self._stopped:
             busy = self._loop.has_work()
             self._beat(busy)
-            more = not busy and self._idle()
-            self._take_messages(0.0 if busy or more else self._beat_seconds)
+            self._take_messages(0.0 if busy else min(self._rest(), self._beat_seconds))
             if self._loop.has_work():
                 self._step()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.loop import LATER_SHARE, Loop
+from drivetrain.loop import LATER_SHARE, REST_SECONDS, Loop
 from tests.unit.sched.simulated import ask
 from tests.unit.sched.test_scheduler import prompt, run, setup
 
@@ -51,6 +52,33 @@ def test_an_idle_loop_does_a_piece_a_call_and_says_when_none_is_left(put_off) ->
     assert [made.loop.idle() for _ in range(6)] == [True, True, True, False, False, False]
     assert len(made.done) == 3
     assert made.asked == 4, "once there is none, nobody asks again"
+
+
+def test_pieces_wait_until_the_loop_has_rested(put_off) -> None:
+    made = put_off(4)
+    made.loop.submit(ask(0, prompt(9, 0), 2, eos_ids=()))
+    run(made.loop)
+    done = len(made.done)
+    assert done < 4
+    assert made.loop.rest() == pytest.approx(REST_SECONDS) and len(made.done) == done
+    made.now += 0.75 * REST_SECONDS
+    assert made.loop.rest() == pytest.approx(0.25 * REST_SECONDS) and len(made.done) == done
+    made.now += 0.25 * REST_SECONDS + 1e-9
+    assert made.loop.rest() == 0.0 and len(made.done) == done + 1
+    assert made.loop.rest() == 0.0 and len(made.done) == done + 2, "it rests still: no request has come"
+    made.loop.submit(ask(1, prompt(9, 1), 1, eos_ids=()))
+    run(made.loop)
+    done = len(made.done)
+    assert made.loop.rest() > 0.0 and len(made.done) == done, "another request: it rests anew"
+
+
+def test_a_new_loop_rests_first_and_one_without_pieces_never_asks_to_be_called(put_off) -> None:
+    made = put_off(0)
+    made.loop._rested_at = made.now + REST_SECONDS
+    assert 0.0 < made.loop.rest() <= REST_SECONDS and made.asked == 0
+    made.now += 2 * REST_SECONDS
+    assert made.loop.rest() == math.inf and made.asked == 1
+    assert made.loop.rest() == math.inf and made.asked == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from drivetrain.server.loop_process import Driver
 from drivetrain.server.messages import Stop
 
 BEAT = 0.25
+WAITS: dict[int, float] = {}  # what ``rest`` answers with so many pieces left; 0 for others
 
 
 class Told:
@@ -42,10 +44,10 @@ class Told:
 
 
 class Idling(Told):
-    def idle(self) -> bool:
-        self.log.append("idle")
+    def rest(self) -> float:
+        self.log.append("rest")
         self.pieces -= 1
-        return self.pieces >= 0
+        return WAITS.get(self.pieces, 0.0) if self.pieces >= 0 else math.inf
 
 
 def drive(told: Told) -> list[object]:
@@ -56,12 +58,18 @@ def drive(told: Told) -> list[object]:
 def test_pieces_are_done_without_work_only_and_messages_are_seen_between_them() -> None:
     log = drive(Idling(steps=2, pieces=3, looks=7))
     assert log[:4] == [0.0, "step", 0.0, "step"]
-    assert log[4:10] == ["idle", 0.0] * 3
-    assert log[10:] == ["idle", BEAT] * 2, "with none left it sleeps on the socket"
+    assert log[4:10] == ["rest", 0.0] * 3
+    assert log[10:] == ["rest", BEAT] * 2, "with none left it sleeps on the socket"
 
 
 def test_nothing_put_off_means_sleep_at_once() -> None:
-    assert drive(Idling(steps=0, pieces=0, looks=3)) == ["idle", BEAT] * 3
+    assert drive(Idling(steps=0, pieces=0, looks=3)) == ["rest", BEAT] * 3
+
+
+def test_it_sleeps_on_the_socket_until_a_piece_is_due(monkeypatch) -> None:
+    monkeypatch.setitem(WAITS, 1, BEAT / 4)
+    monkeypatch.setitem(WAITS, 0, 9 * BEAT)
+    assert drive(Idling(steps=0, pieces=2, looks=3)) == ["rest", BEAT / 4, "rest", BEAT, "rest", BEAT]
 
 
 def test_a_loop_that_puts_nothing_off_needs_no_such_call() -> None:
