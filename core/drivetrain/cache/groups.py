@@ -91,15 +91,27 @@ class PagedGroup:
         return 0
 
     def _run_from_start(self, digests: Sequence[bytes], limit: int) -> int:
-        known, name = self._index, self.name_of
-        for index in range(limit // self._size):
-            if name(digests, index) not in known:
+        known = self._index
+        for index, name in enumerate(self._names(digests, 0, limit // self._size)):
+            if name not in known:
                 return index * self._size // self.granule * self.granule
         return limit
 
     def blocks_at(self, digests: Sequence[bytes], length: int) -> list[tuple[int, int]]:
-        known, name = self._index, self.name_of
-        return [(i, known[name(digests, i)]) for i in range(self.first_needed(length), length // self._size)]
+        known, first, end = self._index, self.first_needed(length), length // self._size
+        return list(enumerate([known[name] for name in self._names(digests, first, end)], first))
+
+    def _names(self, digests: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
+        """Return the names of the blocks at table indices first .. end - 1; ``name_of`` over many."""
+        if first >= end:
+            return ()
+        if not self._parts:
+            step = self._size // self._unit
+            return digests[(first + 1) * step - 1 : end * step : step]
+        parts, suffixes = self._parts, self.suffixes
+        whole = first // parts
+        names = [digest + suffix for digest in digests[whole : -(-end // parts)] for suffix in suffixes]
+        return names[first - whole * parts : end - whole * parts]
 
 
 class RecurrentGroup:

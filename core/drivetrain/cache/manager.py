@@ -72,6 +72,20 @@ class CacheManager:
             length = served
         return 0
 
+    def rewritable(self, digests: Sequence[bytes], length: int) -> bool:
+        """Return whether all of a prefix is cached and nobody holds its last blocks, so that a row that has them may
+        write their last token again: with plain tables only, and where no cache takes a block for one writer's."""
+        if length % self.granule or not self.paged or self.sliding or self.recurrent or self.pool.freed is not None:
+            return False
+        if any(group.longest(digests, length) < length for group in self.paged):
+            return False
+        return all(self.pool.unheld(number, block) for number, block in self.last_blocks(digests, length))
+
+    def last_blocks(self, digests: Sequence[bytes], length: int) -> list[Held]:
+        """Return in each paged group the cached block of the last token of a prefix that is cached."""
+        indices = [(group, length // group.plan.block_tokens - 1) for group in self.paged]
+        return [(g.number, self.pool.groups[g.number].index[g.name_of(digests, index)]) for g, index in indices]
+
     def open(self, row: int, digests: Sequence[bytes], length: int) -> list[Held] | None:
         """Give a row the cached blocks of a prefix that ``longest`` returned, and working blocks for states.
 
@@ -79,8 +93,8 @@ class CacheManager:
         """
         found = [group.blocks_at(digests, length) for group in self.groups]
         shared = [(group.number, block) for group in self.groups for _, block in found[group.number]]
-        for number, block in shared:
-            self.pool.hold(number, block)
+        for group in self.groups:
+            self.pool.hold_many(group.number, [block for _, block in found[group.number]])
         working = [self.pool.take(group.number) for group in self.recurrent]
         if not all(working):
             taken = [(g.number, b) for g, b in zip(self.recurrent, working, strict=True) if b]
@@ -91,8 +105,9 @@ class CacheManager:
             self._start_state(group, row, block, found[group.number])
         for paged in self.paged:
             number, count = paged.number, length // paged.plan.block_tokens
-            self._record(number, row, [i for i, _ in found[number]], [block for _, block in found[number]])
-            self.firsts[number, row] = found[number][0][0] if found[number] else count
+            first = found[number][0][0] if found[number] else count
+            self._record(number, row, range(first, count), [block for _, block in found[number]])
+            self.firsts[number, row] = first
             self.ends[number][row] = count
         self._see_horizon(np.array([row]))
         return shared

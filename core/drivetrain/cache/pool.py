@@ -163,18 +163,30 @@ class Pool:
 
     def hold(self, group: int, block: int) -> None:
         """Add a holder to a held or cached block."""
+        self.hold_many(group, (block,))
+
+    def hold_many(self, group: int, held: Sequence[int]) -> None:
+        """Add a holder to each of these held or cached blocks."""
         blocks = self.groups[group]
-        refs = blocks.refs
-        refs[block] += 1
-        if refs[block] > 1:
-            return
-        del blocks.cached[block]
-        blocks.num_held += 1
-        if self.shared:
-            slab = block // blocks.per_slab
-            if not self.held_in[slab]:
-                self._busy(slab, blocks)
-            self.held_in[slab] += 1
+        refs, cached, shared, held_in, per_slab = (
+            blocks.refs, blocks.cached, self.shared, self.held_in, blocks.per_slab,
+        )  # fmt: skip
+        for block in held:
+            others = refs[block]
+            refs[block] = others + 1
+            if others:
+                continue
+            del cached[block]
+            blocks.num_held += 1
+            if shared:
+                slab = block // per_slab
+                if not held_in[slab]:
+                    self._busy(slab, blocks)
+                held_in[slab] += 1
+
+    def unheld(self, group: int, block: int) -> bool:
+        """Return whether nobody holds a block."""
+        return not self.groups[group].refs[block]
 
     def drop(self, group: int, block: int) -> None:
         """Take a holder away; the last one leaves the block cached if it has a name, else free."""

@@ -239,7 +239,7 @@ def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     own = int(backend.memory.graph_estimate(buckets.graphs, buckets.most_tokens).get("bytes", 0))
     if not own:
         return 0
-    largest = replace(sizes, tokens=buckets.most_tokens, logits=max(buckets.rows, default=0))
+    largest = replace(sizes, tokens=buckets.most_tokens, logits=buckets.most_rows)
     return own + layer_bytes(spec, largest) + sampling_bytes(spec, largest)
 
 

@@ -51,14 +51,16 @@ def assemble(
 
 
 def _whole(plan: StepPlan, packed: np.ndarray) -> StepResult:
-    """The common case: every row drew one token, and nothing else was asked for."""
+    """The common case: every row drew one token, save prompts that go on, and nothing else was asked for."""
     n, padded = plan.num_rows, len(packed) // 2
-    finite = np.isfinite(packed[padded : padded + n].view(np.float32))
+    finite, counts = np.isfinite(packed[padded : padded + n].view(np.float32)), np.full(n, 1, np.int32)
+    if plan.num_decode < n:
+        finite, counts = finite | ~plan.sample, plan.sample.astype(np.int32)
     spoilt = np.count_nonzero(finite) < n
     return StepResult(
         plan_id=plan.plan_id,
         tokens=packed[:n].reshape(n, 1),
-        counts=np.full(n, 1, np.int32),
+        counts=counts,
         non_finite=np.flatnonzero(~finite).astype(np.int32) if spoilt else EMPTY,
     )
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from drivetrain_api.v1 import DeviceRuntime
 
 NON_GREEDY, TOP_K, TOP_P, MIN_P, LOGPROBS, DRAFTS, POOLING, DELTA = (1 << i for i in range(8))
-START_FIELDS = 10  # row, computed, temperature, top_p, min_p (bits), top_k, sample, delta, seed low, seed high
+# What a start sets: computed, temperature, top_p, min_p (bits), top_k, sample, delta, seed low, seed high, last token.
+START_FIELDS = 10
+LINE = 128  # words: every part of the tables' words begins where an allocation of its own would
 NO_ROWS = np.zeros(0, np.int32)
 
 
@@ -41,6 +43,46 @@ class TableShape:
     chunk: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """Where the row state lies in one int32 tensor, so that a row starts by one scatter. ``places`` [START_FIELDS] and
+    ``strides``: word of row 0's field and from a row to the next; ``seeds``, ``last``: first words; ``size``: in all.
+    """
+
+    rows: int
+    places: np.ndarray
+    strides: np.ndarray
+    seeds: int
+    last: int
+    size: int
+
+    @staticmethod
+    def of(shape: TableShape) -> Words:
+        """Lay the fields out: counts, three reals, three integers, seeds as pairs of words, last tokens and drafts."""
+        rows, width = shape.num_rows + 1, shape.max_drafts + 1
+        seeds = aligned(7 * rows)
+        last = seeds + aligned(2 * rows)
+        fields = [field * rows for field in range(7)]
+        return Words(
+            rows=rows,
+            places=np.array([*fields, seeds, seeds + 1, last], np.int32),
+            strides=np.array([1] * 7 + [2, 2, width], np.int32),
+            seeds=seeds,
+            last=last,
+            size=last + aligned(rows * width),
+        )
+
+    def of_starts(self, rows: np.ndarray) -> np.ndarray:
+        """Return the words [START_FIELDS, n] that rows [n] set."""
+        places: np.ndarray = self.places[:, None] + self.strides[:, None] * rows
+        return places
+
+
+def aligned(words: int) -> int:
+    """Return the next multiple of ``LINE``."""
+    return -(-words // LINE) * LINE
+
+
 class RowTables:
     """The device tables, [num_rows + 1, ...] each, and their host shadows (flags and generations only)."""
 
@@ -50,12 +92,15 @@ class RowTables:
         self.padding_row = shape.num_rows
         self._runtime = runtime
         self._slot_dtype = torch_dtype(shape.slot_dtype)
-        self.computed = runtime.zeros((rows,), torch.int32)
-        self.last_tokens = runtime.zeros((rows, shape.max_drafts + 1), torch.int32)
-        neutral = np.repeat(np.array([[0.0], [1.0], [0.0]], np.float32), rows, axis=1)
-        self.floats = runtime.from_host(neutral)  # [3, rows]: temperature, top_p, min_p
-        self.ints = runtime.zeros((3, rows), torch.int32)  # top_k, sample index, position delta
-        self.seeds = runtime.zeros((rows,), torch.int64)
+        self._place = place = Words.of(shape)
+        neutral = np.zeros(place.size, np.int32)
+        neutral[2 * rows : 3 * rows] = np.float32(1.0).view(np.int32)
+        self._words = words = runtime.from_host(neutral)
+        self.computed = words[:rows]
+        self.floats = words[rows : 4 * rows].view(3, rows).view(torch.float32)  # temperature, top_p, min_p
+        self.ints = words[4 * rows : 7 * rows].view(3, rows)  # top_k, sample index, position delta
+        self.seeds = words[place.seeds : place.seeds + 2 * rows].view(torch.int64)
+        self.last_tokens = words[place.last : place.last + rows * (shape.max_drafts + 1)].view(rows, -1)
         sizes = [rows * width for width in shape.widths]
         self._offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
         self._flat = runtime.zeros((int(self._offsets[-1]),), self._slot_dtype)
@@ -103,8 +148,7 @@ class RowTables:
     @property
     def nbytes(self) -> int:
         """Device bytes of all tables."""
-        state = (self.computed, self.last_tokens, self.floats, self.ints, self.seeds, self._flat, self._count)
-        return sum(t.numel() * t.element_size() for t in (*state, *self._constants))
+        return sum(t.numel() * t.element_size() for t in (self._words, self._flat, self._count, *self._constants))
 
     def reset_padding(self) -> None:
         """Set the padding row's count back to 0: dummy decode steps advance it."""
@@ -151,8 +195,9 @@ class RowTables:
         """
         count = 0
         if plan.starts:
-            for piece in self._pieces(self._start_columns(plan.starts), self._neutral_start()):
-                pack.add(f"starts{count}", piece)
+            rows, values = self._start_columns(plan.starts)
+            for piece in self._pieces(np.concatenate((rows[None], values)), self._neutral_start()):
+                pack.add(f"starts{count}", np.stack((self._place.of_starts(piece[0]), piece[1:])).reshape(2, -1))
                 count += 1
         if len(plan.blocks):
             for number, piece in enumerate(self._pieces(self._block_columns(plan.blocks, groups), self._null_write())):
@@ -164,20 +209,12 @@ class RowTables:
         """Queue what ``pack`` added."""
         i = 0
         while (columns := views.get(f"starts{i}")) is not None:
-            self._apply_starts(columns)
+            self._words[columns[0]] = columns[1]
             i += 1
         i = 0
         while (columns := views.get(f"blocks{i}")) is not None:
             self._flat[columns[0]] = columns[1].to(self._slot_dtype)
             i += 1
-
-    def _apply_starts(self, columns: torch.Tensor) -> None:
-        rows = columns[0]
-        self.computed[rows] = columns[1]
-        self.floats[:, rows] = columns[2:5].view(torch.float32)
-        self.ints[:, rows] = columns[5:8]
-        low = columns[8].to(torch.int64) & 0xFFFFFFFF
-        self.seeds[rows] = (columns[9].to(torch.int64) << 32) | low
 
     def _pieces(self, columns: np.ndarray, neutral: np.ndarray) -> list[np.ndarray]:
         """Cut [fields, n] into pieces of the chunk's size, the last one filled up with ``neutral`` [fields,
@@ -198,18 +235,22 @@ class RowTables:
         return np.array([[self.padding_row * width], [0]], np.int32)
 
     def _neutral_start(self) -> np.ndarray:
-        column = np.zeros((START_FIELDS, 1), np.int32)
+        column = np.zeros((1 + START_FIELDS, 1), np.int32)
         column[0], column[3] = self.padding_row, np.float32(1.0).view(np.int32)
         return column
 
-    def _start_columns(self, starts: Sequence[RowStart]) -> np.ndarray:
-        columns = np.zeros((START_FIELDS, len(starts)), np.int32)
-        last = {start.row: i for i, start in enumerate(starts)}
-        for i, s in enumerate(starts):
-            reals = np.array([s.temperature, s.top_p, s.min_p], np.float32).view(np.int32)
-            seed = np.array([s.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32)
-            columns[:, i] = (s.row, s.computed, *reals, s.top_k, s.sample_index, s.position_delta, *seed)
-        return columns if len(last) == len(starts) else columns[:, sorted(last.values())]
+    def _start_columns(self, starts: Sequence[RowStart]) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows [n] and the values of their fields [START_FIELDS, n]. Of one row's starts the last counts."""
+        chosen = list({start.row: start for start in starts}.values()) if len(starts) > 1 else starts
+        columns = np.empty((START_FIELDS, len(chosen)), np.int32)
+        reals = np.array([(s.temperature, s.top_p, s.min_p) for s in chosen], np.float32)
+        seeds = np.array([s.seed & 0xFFFFFFFFFFFFFFFF for s in chosen], "<u8")
+        columns[0] = [s.computed for s in chosen]
+        columns[1:4] = reals.view(np.int32).T
+        columns[4:7] = np.array([(s.top_k, s.sample_index, s.position_delta) for s in chosen], np.int32).T
+        columns[7:9] = seeds.view("<i4").reshape(-1, 2).T
+        columns[9] = [max(s.last_token, 0) for s in chosen]
+        return np.array([s.row for s in chosen], np.int32), columns
 
     def _block_columns(self, blocks: np.ndarray, groups: Sequence[int]) -> np.ndarray:
         """Turn (row, group, index, block) into [2, n]: place in the flat table, block id. The last write

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.errors import ConfigError, DeviceError
-from drivetrain.runner.rows import START_FIELDS, TableShape
+from drivetrain.runner.rows import START_FIELDS, TableShape, Words
 from drivetrain_api.v1 import bucket, dtype_bytes
 
 if TYPE_CHECKING:
@@ -74,13 +74,12 @@ def staging_capacity(shape: TableShape, config: RunnerConfig) -> int:
     rows, tokens, k = config.max_num_seqs + 1, config.max_num_batched_tokens + 1, config.max_drafts
     batch = 4 * rows + 1 + 3 * tokens
     samples = rows * (5 + 2 * (k + 1)) + rows * (k + 1)
-    changes = START_FIELDS * rows + 2 * sum(min(width, 4) * rows for width in shape.widths) + 2 * 64
+    changes = 2 * START_FIELDS * rows + 2 * sum(min(width, 4) * rows for width in shape.widths) + 2 * 64
     return batch + samples + changes
 
 
 def table_bytes(shape: TableShape) -> int:
     """Return the device bytes of ``RowTables`` of that shape."""
     index = dtype_bytes(shape.slot_dtype)
-    per_row = 4 + 4 * (shape.max_drafts + 1) + 3 * 4 + 3 * 4 + 8 + sum(shape.widths) * index
     rows = shape.num_rows + 1
-    return rows * per_row + 4 * (4 * rows + 1) + index * (rows + 1)
+    return 4 * Words.of(shape).size + rows * sum(shape.widths) * index + 4 * (4 * rows + 1) + index * (rows + 1)

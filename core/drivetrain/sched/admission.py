@@ -31,7 +31,6 @@ def add(state: SchedulerState, asked: GenerateRequest, grammar: GrammarSession |
     state.requests[asked.request_id] = request
     state.waiting.append(request)
     state.stuck = False
-    request.hint = lookup(state, request)
     if asked.fanout is not None:
         fanout = state.fanouts.setdefault(asked.fanout, Fanout(leader=asked.request_id, members=0))
         fanout.members += 1
@@ -72,17 +71,24 @@ def eligible(state: SchedulerState, request: Request) -> bool:
 
 
 def lookup(state: SchedulerState, request: Request) -> int:
-    """Return how many of a waiting request's tokens the cache holds; at least one token is left to compute."""
-    num = len(request.tokens)
+    """Return how many of a waiting request's tokens the cache holds; at least one token is left to compute.
+
+    Where all are cached that is only the last one, if its block is nobody else's: it is computed anew in its old place.
+    """
+    num, fixed = len(request.tokens), state.config.fixed_chunk
     if not state.caches(request):
         return 0
     request.chain.extend(request.tokens, num)
-    return state.cache.longest(request.chain.digests, num - 1, state.config.fixed_chunk)
+    digests = request.chain.digests
+    if not fixed and state.cache.rewritable(digests, num):
+        return num - 1
+    return state.cache.longest(digests, num - 1, fixed)
 
 
 def open_row(state: SchedulerState, request: Request, hit: int, upto: int) -> bool:
     """Give a request a row holding ``hit`` cached tokens and room for ``upto``; False when blocks lack."""
     row = state.table.start(request, hit)
+    hit = -(-hit // state.cache.granule) * state.cache.granule  # with the block of a token that is computed anew
     shared = state.cache.open(row, request.chain.digests, hit)
     if shared is None or not state.cache.extend(row, upto):
         state.cache.close(row)
@@ -93,6 +99,13 @@ def open_row(state: SchedulerState, request: Request, hit: int, upto: int) -> bo
         state.table.published[row] = hit
     state.writing.shared(request.request_id, shared)
     return True
+
+
+def goes_on(state: SchedulerState, request: Request, computed: int) -> bool:
+    """Return whether a request's first step can be that of a decode row: one token is left, and it is plain text."""
+    asked = request.asked
+    rare = asked.pooling or request.grammar or state.config.max_drafts or state.cache.recurrent
+    return computed + 1 == len(request.tokens) and not rare and asked.embeds is None and asked.positions is None
 
 
 def announce(state: SchedulerState, request: Request, computed: int) -> None:
@@ -117,6 +130,7 @@ def announce(state: SchedulerState, request: Request, computed: int) -> None:
             pooling=None if asked.pooling is None else asked.pooling.kind,
             position_delta=delta,
             max_drafts=state.config.max_drafts if plain else 0,
+            last_token=int(request.tokens[-1]) if goes_on(state, request, computed) else -1,
         )
     )
     request.state = State.RUNNING

@@ -18,13 +18,19 @@ HINTS_A_STEP = 4
 
 @dataclass(slots=True, eq=False)
 class Prompts:
-    """The prefill part of a plan under construction, in batch order."""
+    """The prefill part of a plan under construction, in batch order.
+
+    ``last``: rows that begin with their last token alone, which go with the decode rows; ``rewritten``: (group, block,
+    request) of named blocks whose last token is written anew.
+    """
 
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
     sample: list[bool] = field(default_factory=list)
     num_tokens: int = 0
+    last: list[int] = field(default_factory=list)
+    rewritten: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 def build_plan(state: SchedulerState) -> StepPlan | None:
@@ -34,7 +40,7 @@ def build_plan(state: SchedulerState) -> StepPlan | None:
     decode = decode_part(state, budget)
     admits = state.totals.preemptions == before  # who has just lost a row must not take blocks back at once
     prompts = prefill_part(state, budget - decode.num_tokens, admits)
-    if len(decode.rows) or prompts.rows:
+    if len(decode.rows) or prompts.rows or prompts.last:
         return assemble(state, decode, prompts)
     return build_plan(state) if not state.in_flight and admits and unstick(state) else None
 
@@ -70,7 +76,8 @@ def prefill_part(state: SchedulerState, budget: int, admits: bool) -> Prompts:
     requests = [*state.prefilling.values(), *waiting]
     if not requests:
         return prompts
-    _refresh_hints(state, waiting)
+    if len(requests) > 1:  # with one, there is nothing that a policy could weigh
+        _refresh_hints(state, waiting)
     candidates = [_candidate(state, request) for request in requests]
     tried, served = set[int](), set[int]()
     for share in state.policy(candidates, budget, state.next_plan):
@@ -91,12 +98,15 @@ def _candidate(state: SchedulerState, request: Request) -> Candidate:
     if request.row >= 0:
         remaining = int(state.table.target[request.row] - state.table.reserved[request.row])
     else:
-        remaining = len(request.tokens) - request.hint
+        remaining = len(request.tokens) - max(0, request.hint)
     return Candidate(remaining, request.order, request.asked.priority, request.skipped)
 
 
 def _refresh_hints(state: SchedulerState, waiting: list[Request]) -> None:
-    """Ask again, for a few waiting requests in turn, how much of them is cached."""
+    """Ask how much of waiting requests is cached: of all new ones, and again of a few others in turn."""
+    for request in waiting:
+        if request.hint < 0:
+            request.hint = lookup(state, request)
     for i in range(min(HINTS_A_STEP, len(waiting))):
         request = waiting[(state.next_plan * HINTS_A_STEP + i) % len(waiting)]
         request.hint = lookup(state, request)
@@ -139,7 +149,16 @@ def _admit(state: SchedulerState, request: Request, most: int, prompts: Prompts)
         return False
     state.waiting.remove(request)
     announce(state, request, hit)
-    _append(state, request, hit, num, prompts)
+    if hit % state.cache.granule and state.caches(request):
+        blocks = state.cache.last_blocks(request.chain.digests, hit + 1)
+        prompts.rewritten += [(group, block, request.request_id) for group, block in blocks]
+    if state.starts[-1].last_token >= 0:
+        state.table.reserve(np.array([request.row]), np.array([hit + 1], np.int32))
+        prompts.last.append(request.row)
+        prompts.num_tokens += 1
+        _decodes(state, request)
+    else:
+        _append(state, request, hit, num, prompts)
     return True
 
 
@@ -171,11 +190,15 @@ def _append(state: SchedulerState, request: Request, begin: int, num: int, promp
     prompts.num_tokens += num
     ends = begin + num == int(table.target[row])
     prompts.sample.append(ends)
-    if not ends:
-        return
-    del state.prefilling[row]
+    if ends:
+        _decodes(state, request)
+
+
+def _decodes(state: SchedulerState, request: Request) -> None:
+    """All of a prompt is out: its row decodes from the next plan on."""
+    del state.prefilling[request.row]
     if request.asked.pooling is None:
-        state.decoding[row] = None
+        state.decoding[request.row] = None
         state.decode_rows = None
     if request.asked.fanout is not None:
         state.fanouts[request.asked.fanout].written = True
@@ -186,9 +209,11 @@ def assemble(state: SchedulerState, decode: Decode, prompts: Prompts) -> StepPla
     table, ones, num_decode = state.table, state.ones, len(decode.rows)
     plan_id = state.next_plan
     state.next_plan += 1
-    state.in_flight[plan_id] = [table.at(row).request_id for row in prompts.rows]
+    state.in_flight[plan_id] = [table.at(row).request_id for row in (*prompts.rows, *prompts.last)]
+    table.reserve(decode.index, decode.bounds)
+    if prompts.last:
+        decode, num_decode = _with_last(state, decode, prompts.last), num_decode + len(prompts.last)
     rows, index, num_new, bounds = decode.rows, decode.index, decode.num_new, decode.bounds
-    table.reserve(index, bounds)
     start, sample = ones.minus(num_decode), ones.trues(num_decode)
     exports: tuple[StateExport, ...] = ()
     if prompts.rows:
@@ -199,7 +224,9 @@ def assemble(state: SchedulerState, decode: Decode, prompts: Prompts) -> StepPla
         sample = np.concatenate([sample, np.array(prompts.sample, bool)])
         bounds = np.concatenate([bounds, table.reserved[index[num_decode:]]])
         exports, states = _exports(state, prompts, num_decode)
-        state.writing.note(plan_id, _publish(state, prompts) + states)
+        state.writing.note(plan_id, _publish(state, prompts) + states + prompts.rewritten)
+    elif prompts.rewritten:
+        state.writing.note(plan_id, prompts.rewritten)
     changes = state.cache.take_changes()
     starts, state.starts = tuple(state.starts), []
     ends, state.ends = tuple(state.ends), []
@@ -224,6 +251,17 @@ def assemble(state: SchedulerState, decode: Decode, prompts: Prompts) -> StepPla
         late_rows=_late_rows(state, index, sample) if table.num_late else (),
         embeds=_embeds(state, prompts, decode.num_tokens) if prompts.rows else (),
         positions=_positions(state, prompts, decode.num_tokens) if prompts.rows else (),
+    )
+
+
+def _with_last(state: SchedulerState, decode: Decode, last: list[int]) -> Decode:
+    """Add rows that begin with their last token; there are no drafts where such rows are."""
+    index = np.array(last, np.intp)
+    return Decode(
+        rows=np.concatenate([decode.rows, index.astype(np.int32)]),
+        index=np.concatenate([decode.index, index]),
+        num_new=state.ones.ints(len(decode.rows) + len(last)),
+        bounds=np.concatenate([decode.bounds, state.table.reserved[index]]),
     )
 
 

@@ -20,7 +20,8 @@ class RowStart:
 
     ``logprobs`` -1: none. ``late``: its sampling waits for late input. ``position_delta``: what is added to a
     generated token's index to get its position (only with positions of three rows). ``max_drafts``: draft tokens a
-    step at most, 0 without speculation.
+    step at most, 0 without speculation. ``last_token``: what the row's first step feeds where that is a decode row,
+    with all tokens before it computed; -1 where it is a prompt's chunk.
     """
 
     row: int
@@ -38,6 +39,7 @@ class RowStart:
     pooling: str | None = None
     position_delta: int = 0
     max_drafts: int = 0
+    last_token: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class Request:
     num_cached: int = 0
     remote_tokens: int = 0
     departed: set[int] = field(default_factory=set)  # epochs of lost rows that still have plans in flight
-    hint: int = 0  # tokens that the cache had when it was last asked; a policy's estimate, nothing more
+    hint: int = -1  # tokens that the cache had when it was last asked (-1: never); a policy's estimate, nothing more
     doom: Finished | None = None  # how it ends once what is loading for it has arrived
     again: bool = False  # it waits anew once that has arrived: what its row began with turned out to be nothing
 

@@ -130,7 +130,8 @@ class SimulatedRunner:
             for table in self.tables:
                 for key in [key for key in table if key[0] == start.row]:
                     del table[key]
-            self.rows[start.row] = {"start": start, "computed": start.computed, "last": [], "prefix": {}}
+            last = [start.last_token]
+            self.rows[start.row] = {"start": start, "computed": start.computed, "last": last, "prefix": {}}
         changed = plan.blocks[:, :3].tolist()
         assert len(set(map(tuple, changed))) == len(changed), "one table entry changed twice in one plan"
         for row, group, index, block in plan.blocks.tolist():
@@ -240,6 +241,8 @@ class SimulatedRunner:
 
     def _drafts(self, state: dict, count: int) -> list[int]:
         """Guesses, some of them right, so that acceptance varies."""
+        if not count:  # a row may begin with a decode step, before this runner has seen what lies before it
+            return []
         out = []
         prefix = digest(state["prefix"][state["computed"] - 1] if state["computed"] else b"", state["last"][-1])
         for _ in range(count):
