@@ -55,13 +55,13 @@ class Attention:
         self._rope = -1 if spec.rope is None else spec.rope
         self.planner: PagedAttention = ops.bind(self._attention_spec(context))
         even = spec.rope is not None and spec.v_head_dim == spec.head_dim
-        self._enter = ops.fuse(*self._entry(context, self._rope)) if even else None
-        alone = spec.rope is not None and self._enter is None
+        self._whole = ops.fuse(*self._run(context, self._rope)) if even else None
+        alone = spec.rope is not None and self._whole is None
         self._rotate = ops.bind(self._rope_spec(context, self._rope)) if alone else None
         self._layer, self._group = 0, 0
 
-    def _entry(self, context: PartContext, rope: int) -> tuple[OpSpec, ...]:
-        """The ops between the q/k/v product and attention, which a backend may do as one."""
+    def _run(self, context: PartContext, rope: int) -> tuple[OpSpec, ...]:
+        """The ops between the layer's two products, which a backend may do as one."""
         norm = self._spec.head_norm
         specs = (self._rope_spec(context, rope), self._attention_spec(context))
         return specs if norm is None else (rms_spec(norm, self._spec.head_dim, context), *specs)
@@ -97,17 +97,21 @@ class Attention:
     def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
         cache, plan = step.caches[self._layer], step.plans[self._group]
         assert cache is not None
-        q = self._enter_cache(x if self._qkv is None else self._qkv(x), step, cache, plan)
         sinks = None if self._sinks is None else self._sinks.value
-        return self._out(self.planner.forward(q, cache, plan, sinks).flatten(1))
+        qkv = x if self._qkv is None else self._qkv(x)
+        if self._whole is not None:
+            weight = None if self._head_norm is None else self._head_norm.weight.value
+            heads = qkv.view(qkv.shape[0], -1, self._spec.head_dim)
+            attended = self._whole(heads, weight, *step.angles[self._rope], cache, plan, sinks)
+            del heads, qkv
+        else:
+            q = self._enter_cache(qkv, step, cache, plan)
+            del qkv
+            attended = self.planner.forward(q, cache, plan, sinks)
+        return self._out(attended.flatten(1))
 
     def _enter_cache(self, qkv: torch.Tensor, step: StepView, cache: CacheHandle, plan: Any) -> torch.Tensor:
         """Norm and rotate the heads and store keys and values; returns q [T, H, D]."""
-        if self._enter is not None:
-            weight = None if self._head_norm is None else self._head_norm.weight.value
-            heads = qkv.view(qkv.shape[0], -1, self._spec.head_dim)
-            entered: torch.Tensor = self._enter(heads, weight, *step.angles[self._rope], cache, plan)
-            return entered
         qk, v = self._split(qkv)
         if self._head_norm is not None:
             qk = self._head_norm(qk)

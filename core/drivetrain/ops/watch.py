@@ -62,7 +62,10 @@ def _expected(specs: tuple[OpSpec, ...], name: str, given: tuple[Any, ...], name
     if linear is not None:
         return _product(specs, linear, given) if name == "apply" else None
     if len(specs) > 1:
-        return None
+        last = specs[-1]
+        if not isinstance(last, AttentionSpec) or not given:
+            return None
+        return _tensor((given[0].shape[0], last.num_heads, last.v_head_dim), given[0].dtype)
     if isinstance(spec, AttentionSpec):
         if name != "forward":
             return None

@@ -79,13 +79,15 @@ def lean_bytes(layer: LayerSpec, hidden: int, size: int) -> int:
     """Return the bytes a token that are live at once at a layer's peak where ops hold nothing but their results.
 
     ``size``: of an element. Beside the carry, the normed input and the new stream (streams are float32) lie in the
-    mixer q, k and v, then q and k normed and rotated; in the feed-forward gate and up, the activated half, the output.
+    mixer q, k and v, then q and k rotated, and beside those q and k normed, or the result where all of it is one run;
+    in the feed-forward gate and up, the activated half, the output.
     """
     mixer, ffn = layer.mixer, layer.ffn
     inner = forward = 0
     if isinstance(mixer, AttentionMixer):
         q, k = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-        inner = (q + k + mixer.num_kv_heads * mixer.v_head_dim) + (1 if mixer.head_norm is None else 2) * (q + k)
+        v, out = mixer.num_kv_heads * mixer.v_head_dim, mixer.num_heads * mixer.v_head_dim
+        inner = (q + k + v) + (q + k) + (out if mixer.head_norm is None else max(out, q + k))
     if isinstance(ffn, GatedMlp):
         forward = 3 * ffn.intermediate + hidden
     return hidden * (2 * size + 2 * 4) + max(inner, forward) * size

@@ -22,6 +22,7 @@ from .attention_choice import (
 )
 from .attention_decode import decode_kernel, merge_kernel
 from .attention_prefill import prefill_kernel
+from .attention_token import token_kernel
 from .attention_write import write_kernel
 from .target import Target
 
@@ -70,12 +71,12 @@ class TritonAttention:
 
     traits = AttentionTraits(lengths="device", row_order="decode_first", graph="any", workspace_bytes=WORKSPACE)
     programs_wanted = 4  # decode programs a multiprocessor, where keys suffice
-    prefill_tiles: Tiles | None = None  # instead of the table's, to measure
+    decode_tiles: Tiles | None = None  # instead of the table's, to measure
+    prefill_tiles: Tiles | None = None
 
     def __init__(self, spec: AttentionSpec, target: Target) -> None:
         self.spec, self.target = spec, target
         self._group = spec.num_heads // spec.num_kv_heads
-        self.decode_tiles = decode_tiles(spec, target)
         self.early = target.overlaps  # decode programs read lengths and tables before they wait
         self._arrivals: torch.Tensor | None = None
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
@@ -150,9 +151,10 @@ class TritonAttention:
 
     def _decode_part(self, batch: AttentionBatch, rows: int) -> Part:
         """Cut rows until ``programs_wanted`` run. Rows beyond the tokens are padded ones without a token."""
-        tiles, wanted = self.decode_tiles, self.programs_wanted * self.target.multiprocessors
-        splits = splits_of(rows * self.spec.num_kv_heads, wanted, self._most(batch, tiles, 1))
-        arrivals = self._counters(rows * self.spec.num_kv_heads, batch.lengths_dev.device) if splits > 1 else None
+        programs, wanted = rows * self.spec.num_kv_heads, self.programs_wanted * self.target.multiprocessors
+        tiles = self.decode_tiles or decode_tiles(self.spec, self.target, programs)
+        splits = splits_of(programs, wanted, self._most(batch, tiles, 1))
+        arrivals = self._counters(programs, batch.lengths_dev.device) if splits > 1 else None
         return self._part(batch, 0, rows, 0, rows, tiles, splits, arrivals)
 
     def _counters(self, count: int, device: torch.device) -> torch.Tensor:
@@ -216,15 +218,44 @@ class TritonAttention:
         self, part: Part, out: torch.Tensor, q: torch.Tensor, cache: CacheHandle, sinks: torch.Tensor | None
     ) -> None:
         keys, values = cache.parts  # type: ignore[attr-defined]
-        tiles, direct = part.tiles, part.splits == 1
+        tiles = part.tiles
         decode_kernel[(self.spec.num_kv_heads, part.rows, part.splits)](
-            out, out if direct else part.partial, out if direct else part.lse, out if direct else part.arrivals, q,
-            keys, values, part.lengths, part.tables, q if sinks is None else sinks, part.tables.stride(0), q.stride(0),
-            keys.stride(0), values.stride(0), self.spec.scale, self._cap, SINKS=sinks is not None, DIRECT=direct,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, EARLY=self.early, **cache_strides(keys, values),
-            **self._rules, **self._sums, **self._sizes, num_warps=tiles.warps, num_stages=tiles.stages,
+            out, *shares_of(part, out), q, keys, values, part.lengths, part.tables, q if sinks is None else sinks,
+            part.tables.stride(0), q.stride(0), keys.stride(0), values.stride(0), self.spec.scale, self._cap,
+            SINKS=sinks is not None, DIRECT=part.splits == 1, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            EARLY=self.early, **cache_strides(keys, values), **self._rules, **self._sums, **self._sizes,
+            num_warps=tiles.warps, num_stages=tiles.stages, **self.target.options,
+        )  # fmt: skip
+
+    def decode_whole(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: CacheHandle,
+        plan: Plan,
+        sinks: torch.Tensor | None,
+        turn: tuple[float, dict[str, Any]],
+    ) -> torch.Tensor:
+        """Norm, rotate, write and attend to decode rows in one kernel: x [rows, H + 2 KV, D] -> out [rows, H, DV].
+
+        x's heads one after another; ``turn``: eps, and the kernel's constants of norm and rotation.
+        """
+        assert plan.decode is not None
+        keys, values = cache.parts  # type: ignore[attr-defined]
+        spec, part, tiles = self.spec, plan.decode, plan.decode.tiles
+        out = x.new_empty((x.shape[0], spec.num_heads, spec.v_head_dim))
+        token_kernel[(spec.num_kv_heads, part.rows, part.splits)](
+            out, *shares_of(part, out), x, x if weight is None else weight, cos, sin, keys, values, plan.slots,
+            part.lengths, part.tables, x if sinks is None else sinks, part.tables.stride(0), part.tables.shape[1],
+            x.stride(0), keys.stride(0), values.stride(0), spec.scale, self._cap, turn[0], SINKS=sinks is not None,
+            DIRECT=part.splits == 1, BLOCK_M=max(tiles.block_m, power_of_two(self._group + 1)), BLOCK_N=tiles.block_n,
+            AHEAD=tiles.ahead, EARLY=self.early, **turn[1], **cache_strides(keys, values), **self._rules, **self._sums,
+            **self._sizes, num_warps=tiles.warps, num_stages=1 if tiles.ahead else tiles.stages,
             **self.target.options,
         )  # fmt: skip
+        return out
 
     def _prefill(
         self, part: Part, out: torch.Tensor, q: torch.Tensor, cache: CacheHandle, sinks: torch.Tensor | None
@@ -250,6 +281,11 @@ class TritonAttention:
             SPLITS_PAD=max(MERGED_AT_ONCE, power_of_two(part.splits)), OVERLAPS=self.target.overlaps, num_warps=4,
             **self.target.options,
         )  # fmt: skip
+
+
+def shares_of(part: Part, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return where shares of rows meet; any tensor where there is one a row."""
+    return (out, out, out) if part.splits == 1 else (part.partial, part.lse, part.arrivals)
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:

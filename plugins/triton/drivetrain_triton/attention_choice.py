@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drivetrain_api.v1 import AttentionSpec, dtype_bytes
 
@@ -11,17 +11,24 @@ from .target import Target
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SPLITS = 64
 MAX_HEAD_DIM = 256
+FEW = 2  # up to so many decode programs (of one share) a multiprocessor, each goes ahead
+WAVES = 8  # beyond so many decode programs a multiprocessor, small ones
 FP8, FP8_ARCH = "float8_e4m3fn", 89
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """BLOCK_M rows of queries (prefill), BLOCK_N keys, warps a program and stages of its pipeline."""
+    """BLOCK_M rows of queries (prefill), BLOCK_N keys, warps a program and stages of its pipeline.
+
+    ``ahead``: a decode program that makes its own queries asks for its first tile of keys and values before that, and
+    goes on so, in registers and without stages.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    ahead: bool = False
 
 
 def power_of_two(n: int) -> int:
@@ -34,17 +41,22 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def decode_tiles(spec: AttentionSpec, target: Target) -> Tiles:
-    """Tiles of the decode kernel: about 16 KB of keys and 16 KB of values a tile of 64.
+def decode_tiles(spec: AttentionSpec, target: Target, programs: int) -> Tiles:
+    """Tiles of decode kernels by how many ``programs`` there are, one a row and KV head.
 
     Several programs share a multiprocessor, so that one loads while another computes: the bytes in flight of all of
-    them must cover the memory's latency (about 32 KB a multiprocessor), and four warps each leave registers for four.
-    Two stages leave shared memory for four programs too; three were slower at every point measured but the shortest.
+    them must cover the memory's latency (about 32 KB a multiprocessor). Where one wave holds all programs, 64 keys and
+    four warps; two stages leave shared memory for four programs, and three were slower at every point measured but the
+    shortest. Where they come in several waves, small programs leave less of the last one empty. Where there are few,
+    what is slow is the way to the first key, and registers suffice for going ahead.
     """
-    width = padded(spec.head_dim) + padded(spec.v_head_dim)
-    block_n = 64 if width * dtype_bytes(spec.dtype) <= 512 else 32
+    width = (padded(spec.head_dim) + padded(spec.v_head_dim)) * dtype_bytes(spec.dtype)
     block_m = max(16, power_of_two(spec.num_heads // spec.num_kv_heads))
-    return fitted(Tiles(block_m, block_n, 4, 2), spec, target)
+    if programs > WAVES * target.multiprocessors and width <= 512:
+        return fitted(Tiles(block_m, 32, 2, 3), spec, target)
+    if programs <= FEW * target.multiprocessors and width <= 512:
+        return fitted(Tiles(block_m, 32, 4, 3, ahead=True), spec, target)
+    return fitted(Tiles(block_m, 64 if width <= 512 else 32, 4, 2), spec, target)
 
 
 def prefill_tiles(spec: AttentionSpec, target: Target, max_query_len: int) -> Tiles:
@@ -77,7 +89,7 @@ def fitted(tiles: Tiles, spec: AttentionSpec, target: Target) -> Tiles:
         stages -= 1
     while needed() > target.shared_bytes and block_n > 16:
         block_n //= 2
-    return Tiles(block_m, block_n, tiles.warps, stages)
+    return replace(tiles, block_m=block_m, block_n=block_n, stages=stages)
 
 
 def splits_of(programs: int, wanted: int, most_tiles: int) -> int:

@@ -107,6 +107,45 @@ def write_together(
         tl.store(at, result.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (columns < DV)[None, :])
 
 
+@triton.jit
+def finish(
+    out,
+    partial,
+    lse,
+    arrivals,
+    sinks,
+    acc,
+    total,
+    top,
+    row,
+    kv_head,
+    split,
+    used,
+    splits,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr,
+    MOST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """Write a row's sums out: alone where its keys are one share, which DIRECT says of every row, else together."""
+    if DIRECT:
+        write_alone(out, sinks, acc, total, top, row, kv_head, HEADS, GROUP, DV, DV_PAD, BLOCK_M, SINKS)
+    else:
+        if used > 1:
+            write_together(
+                out, partial, lse, arrivals, sinks, acc, total, top, row, kv_head, split, used, splits, HEADS, GROUP,
+                GROUP_PAD, DV, DV_PAD, BLOCK_M, SINKS, MOST, CHUNK,
+            )  # fmt: skip
+        else:
+            write_alone(out, sinks, acc, total, top, row, kv_head, HEADS, GROUP, DV, DV_PAD, BLOCK_M, SINKS)
+
+
 @kernel
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
@@ -196,25 +235,19 @@ def decode_kernel(
         seen = at < length
         if WINDOW:
             seen = seen & (at >= first)
-        k = gather(keys, ids, at, seen, key_stride, KEY_TOKEN, BLOCK_TOKENS, D, D_PAD, True)
-        v = gather(values, ids, at, seen, value_stride, VALUE_TOKEN, BLOCK_TOKENS, DV, DV_PAD, True)
+        k = gather(keys, ids, at, seen, key_stride, KEY_TOKEN, BLOCK_TOKENS, D, D_PAD, True, "")
+        v = gather(values, ids, at, seen, value_stride, VALUE_TOKEN, BLOCK_TOKENS, DV, DV_PAD, True, "")
         at += BLOCK_N
         ids = block_ids(table, at, length, BLOCK_TOKENS)  # a tile ahead of its use
         s = scores_of(q_tile, k.to(q_tile.dtype), scale, cap, SOFT_CAPPED)
         s = tl.where(seen[None, :], s, NEVER)
         acc, total, top = fold(acc, total, top, s, v.to(q_tile.dtype), factor, False)
 
-    if DIRECT:
-        write_alone(out, sinks, acc, total, top, row, kv_head, HEADS, GROUP, DV, DV_PAD, BLOCK_M, SINKS)
-    else:
-        used = tl.cdiv(end_tile - first_tile, share)
-        if used > 1:
-            write_together(
-                out, partial, lse, arrivals, sinks, acc, total, top, row, kv_head, split, used, splits, HEADS, GROUP,
-                GROUP_PAD, DV, DV_PAD, BLOCK_M, SINKS, MOST, CHUNK,
-            )  # fmt: skip
-        else:
-            write_alone(out, sinks, acc, total, top, row, kv_head, HEADS, GROUP, DV, DV_PAD, BLOCK_M, SINKS)
+    finish(
+        out, partial, lse, arrivals, sinks, acc, total, top, row, kv_head, split,
+        tl.cdiv(end_tile - first_tile, share), splits, HEADS, GROUP, GROUP_PAD, DV, DV_PAD, BLOCK_M, SINKS, MOST,
+        CHUNK, DIRECT,
+    )  # fmt: skip
 
 
 @kernel

@@ -63,8 +63,8 @@ def attend(
     ids = block_ids(table, at, length, BLOCK_TOKENS)
     for _ in range(begin, end):
         there = (at < length) & (at >= first)
-        k = gather(keys, ids, at, there, key_stride, KEY_TOKEN, BLOCK_TOKENS, D, D_PAD, MASKED)
-        v = gather(values, ids, at, there, value_stride, VALUE_TOKEN, BLOCK_TOKENS, DV, DV_PAD, MASKED)
+        k = gather(keys, ids, at, there, key_stride, KEY_TOKEN, BLOCK_TOKENS, D, D_PAD, MASKED, "")
+        v = gather(values, ids, at, there, value_stride, VALUE_TOKEN, BLOCK_TOKENS, DV, DV_PAD, MASKED, "")
         s = scores_of(q_tile, k.to(q_tile.dtype), scale, cap, SOFT_CAPPED)
         if MASKED:
             seen = there[None, :]

@@ -1,4 +1,4 @@
-"""Head norms, rotary positions and the cache's write as one kernel over the qkv product."""
+"""All from the qkv product to attention's result: one kernel for decode rows, else one that writes the cache first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from drivetrain_api.v1 import AttentionSpec, CacheHandle, Fused, OpSpec, OpTraits, Provided, RmsNormSpec, RopeSpec
 
-from .attention import Plan, cache_strides
+from .attention import Plan, TritonAttention, cache_strides
 from .attention_choice import power_of_two, refusal
 from .attention_write import rotate_kernel
 from .target import Target
@@ -75,8 +75,47 @@ class RotateAndWrite:
         return q
 
 
+class RotateAndAttend:
+    """``fn(x [T, H + 2 KV, D], weight [H + KV, D] or None, cos, sin, cache, plan, sinks) -> out [T, H, D]``.
+
+    As ``RotateAndWrite``, then attention.paged's forward of its q. Decode rows take one kernel, where no others are in
+    the step; ``plan`` is that of a ``TritonAttention`` of the same spec.
+    """
+
+    whole = True  # False only to measure
+
+    def __init__(self, norm: RmsNormSpec | None, rope: RopeSpec, attention: AttentionSpec, target: Target) -> None:
+        self.write = RotateAndWrite(norm, rope, attention, target)
+        self.attention = TritonAttention(attention, target)
+        constants: dict[str, Any] = {
+            "HALF": rope.rotary_dim // 2,
+            "HALVES": rope.style == "halves",
+            "NORM": norm is not None,
+            "OFFSET": norm.offset if norm else 0.0,
+            "ROUND": norm.round_before_weight if norm else False,
+        }
+        self._turn = (norm.eps if norm else 0.0, constants)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: CacheHandle,
+        plan: Plan,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One launch for decode rows alone."""
+        if plan.prefill is None and plan.decode is not None and self.whole:
+            if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+                x = x.contiguous()
+            return self.attention.decode_whole(x, weight, cos, sin, cache, plan, sinks, self._turn)
+        return self.attention.forward(self.write(x, weight, cos, sin, cache, plan), cache, plan, sinks)
+
+
 def fuse_rotate(specs: Sequence[OpSpec], target: Target) -> Fused | None:
-    """Claim [norm.rms, rope.apply, attention.paged] or [rope.apply, attention.paged] where one kernel does all."""
+    """Claim [norm.rms, rope.apply, attention.paged] or [rope.apply, attention.paged] where kernels here do all."""
     norm = specs[0] if specs and isinstance(specs[0], RmsNormSpec) else None
     rest = list(specs[1 if norm else 0 :][:2])
     if len(rest) < 2 or not isinstance(rest[0], RopeSpec) or not isinstance(rest[1], AttentionSpec):
@@ -88,8 +127,8 @@ def fuse_rotate(specs: Sequence[OpSpec], target: Target) -> Fused | None:
         return None
     if rope.dtype != attention.dtype or rope.rotary_dim % 2 or refusal(attention, target):
         return None
-    made = RotateAndWrite(norm, rope, attention, target)
-    label = "shared: Triton, one kernel"
+    made = RotateAndAttend(norm, rope, attention, target)
+    label = "shared: Triton, one kernel for decode rows, else two"
     return Fused(
         count=3 if norm else 2, provided=Provided(implementation=made, label=label, traits=OpTraits(graph="any"))
     )

@@ -30,6 +30,7 @@ def gather(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
     MASKED: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """base: one head of a cache -> tile [N, PAD] of positions ``at`` [N]; zero beyond SIZE and, MASKED, where unwanted.
 
@@ -39,11 +40,11 @@ def gather(
     places = base + ids[:, None] * block_stride + ((at % BLOCK_TOKENS) * TOKEN_STRIDE)[:, None] + columns[None, :]
     if MASKED:
         if SIZE == PAD:
-            return tl.load(places, mask=wanted[:, None], other=0.0)
-        return tl.load(places, mask=wanted[:, None] & (columns < SIZE)[None, :], other=0.0)
+            return tl.load(places, mask=wanted[:, None], other=0.0, cache_modifier=CACHE)
+        return tl.load(places, mask=wanted[:, None] & (columns < SIZE)[None, :], other=0.0, cache_modifier=CACHE)
     if SIZE == PAD:
-        return tl.load(places)
-    return tl.load(places, mask=(columns < SIZE)[None, :], other=0.0)
+        return tl.load(places, cache_modifier=CACHE)
+    return tl.load(places, mask=(columns < SIZE)[None, :], other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit

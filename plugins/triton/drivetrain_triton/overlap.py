@@ -2,10 +2,14 @@
 another kernel wrote and before it writes at all: all kernels ahead of it have then ended, in order.
 
 A kernel may begin when all programs of the one directly ahead have called ``let_next_begin`` or ended, and that one may
-have begun early too: nothing at all is then known to have ended. Kernels that write a step's keys and values are the
-exception: they call it after their own wait. What was there before such a kernel (a step's lengths and block tables,
-the keys of earlier steps) is therefore complete when any kernel after it begins. Decode kernels use that: they read
-lengths and tables before their wait, and ask the second-level cache for keys, which it keeps up to date by itself."""
+have begun early too: nothing at all is then known to have ended. The exceptions call it after their own wait, so that
+what was there before such a kernel is complete when any kernel after it begins: ``rope.angles``, once a step between
+its preparation (lengths, block tables, slots) and its layers, and all kernels that write a step's keys and values.
+Kernels of decode rows use that. Before their wait they read what the preparation and earlier steps wrote: lengths,
+tables, slots, and where they go ahead, keys and values of earlier steps, past the first-level cache, which the device
+need not have emptied. Cosines, the new token and sums of shares are read after it. ``token_kernel`` is the writer and
+such a reader in one: the kernel ahead of it is a product, which does not wait before it lets the next begin, so what
+it reads early is complete by the writer of the layer before, and in the first layer by ``rope.angles``."""
 
 from __future__ import annotations
 

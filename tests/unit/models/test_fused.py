@@ -71,14 +71,16 @@ class NormedLinear:
         return product, total * 1.001 if self._rounded else total
 
 
-def entering(specs, calls: Counter, *, rotated: bool = True):
-    """Norm, rotation and the write to the cache, one reference after another."""
+def attending(specs, calls: Counter, *, rotated: bool = True, watched=lambda run: run):
+    """Norm, rotation, the write to the cache and attention, one reference after another."""
     *norms, rope, attention = specs
     norm = REFERENCE[norms[0].op].make(norms[0]) if norms else None
     rotate, planner = REFERENCE[rope.op].make(rope), REFERENCE[attention.op].make(attention)
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
 
-    def enter(x, weight, cos, sin, cache, plan):
+    forward = watched(planner.forward)
+
+    def attend(x, weight, cos, sin, cache, plan, sinks):
         calls[tuple(type(spec) for spec in specs)] += 1
         assert x.shape[1:] == (heads + 2 * kv_heads, attention.head_dim)
         qk, v = x.split((heads + kv_heads, kv_heads), 1)
@@ -90,9 +92,10 @@ def entering(specs, calls: Counter, *, rotated: bool = True):
             qk = rotate(qk, cos, sin)
         q, k = qk.split((heads, kv_heads), 1)
         planner.write(cache, k, v, plan)
-        return q
+        assert (sinks is not None) is attention.sinks
+        return forward(q, cache, plan, sinks)
 
-    return enter
+    return attend
 
 
 class Claiming:
@@ -110,7 +113,7 @@ class Claiming:
         if kinds in (FIRST, FIRST_GATED):
             made = NormedLinear(specs, self.calls, **self.options)
             return Fused(count=len(specs), provided=Provided(implementation=made, label="native"))
-        made = GatedLinear(*specs, self.calls) if kinds == GATED else entering(specs, self.calls, **self.options)
+        made = GatedLinear(*specs, self.calls) if kinds == GATED else attending(specs, self.calls, **self.options)
         return Fused(count=len(specs), provided=Provided(implementation=made, label="native"))
 
 

@@ -137,6 +137,16 @@ def test_a_watched_run_is_noted_by_all_its_ops() -> None:
         ops.watched().fuse(*entry())()
 
 
+def test_a_watched_run_gives_attentions_result() -> None:
+    ops = ops_of(Claims(claim(lambda x, *given: x, count=3)))
+    ops.fuse(*entry())
+    watched = ops.watched()
+    heads = entry()[-1].num_heads
+    assert watched.fuse(*entry())(torch.ones(5, heads, 8)).shape == (5, heads, 8)
+    with pytest.raises(DeviceError, match=r"it returned .* expected float32"):
+        watched.fuse(*entry())(torch.ones(5, heads + 1, 8))
+
+
 def test_a_watched_product_gives_the_size_of_what_it_activates() -> None:
     class Product(ReferenceLinear):
         def apply(self, x, packed):

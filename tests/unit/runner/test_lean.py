@@ -31,7 +31,7 @@ from drivetrain_api.v1 import (
 )
 from tests.checkpoints import tiny_checkpoint
 from tests.unit.models.driving import BLOCK, Driver, reference_backend, small_spec
-from tests.unit.models.test_fused import entering
+from tests.unit.models.test_fused import attending
 from tests.unit.runner.test_memory import request_of
 
 TOKENS = 64
@@ -139,7 +139,7 @@ class Meter:
     def fuse(self, specs):
         if [type(spec) for spec in specs] != [RopeSpec, AttentionSpec]:
             return None
-        made = self.watched(entering(specs, Counter()))
+        made = self.watched(attending(specs, Counter(), watched=self.watched))
         return Fused(count=2, provided=Provided(implementation=made, label="native"))
 
     def watch_layer(self, layer) -> None:
@@ -181,11 +181,11 @@ def by_hand(spec: ModelSpec, changes: dict) -> int:
     mixer, inner, hidden = spec.layers[1].mixer, spec.layers[1].ffn.intermediate, spec.hidden
     q, k = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     fullest = {
-        "entry": (q + 2 * k) + (q + k),  # the run: q, k, v came in; rotated heads in one piece
+        "run": (q + 2 * k) + (q + k) + q,  # q, k, v came in; rotated heads in one piece; the result
         "rotation": (q + 2 * k) + 2 * (q + k),  # by itself: q, k, v, normed heads, rotated heads
         "down": 3 * inner + hidden,  # gate and up, the activated half, and the product
     }
-    op = "down" if changes is WIDE else "rotation" if changes is NORMED else "entry"
+    op = "down" if changes is WIDE else "rotation" if changes is NORMED else "run"
     return hidden * (2 * 2 + 2 * 4) + 2 * fullest[op]
 
 

@@ -21,6 +21,7 @@ from drivetrain_api.v1 import AttentionSpec, CacheLayout, CachePart, CacheSpec
 from drivetrain_triton.attention_choice import MAX_SPLITS, decode_tiles, prefill_tiles, shares_at_once
 from drivetrain_triton.attention_decode import decode_kernel, merge_kernel
 from drivetrain_triton.attention_prefill import prefill_kernel
+from drivetrain_triton.attention_token import token_kernel
 from drivetrain_triton.attention_write import rotate_kernel, write_kernel
 from drivetrain_triton.target import Target
 
@@ -30,7 +31,7 @@ WIDE = {name: "*fp32" for name in "partial lse cos sin".split()}
 INTS = {name: "*i32" for name in "lengths query_start tables slots arrivals".split()}
 NUMBERS = {"scale": "fp32", "cap": "fp32", "eps": "fp32"}
 TYPES = FLOATS | WIDE | INTS | NUMBERS
-PLAIN = {"rows", "base", "tiles", "table_stride", "splits", *NUMBERS}
+PLAIN = {"rows", "base", "tiles", "table_stride", "table_width", "splits", *NUMBERS}
 parts = tuple(CachePart(name=n, shape=(8, size), dtype="bfloat16") for n in "kv")
 layout = CacheLayout(spec=CacheSpec(kind="full", parts=parts), block_tokens=16, bytes_per_block=0, alignment=64,
                      strided=True, slot_dtype="int32")
@@ -66,11 +67,14 @@ def measure(name, kernel, constants, warps, stages):
     }))
 
 
-tiles = decode_tiles(spec, target)
-for direct in (True, False):
+turn = {"HALF": size // 2, "HALVES": True, "NORM": True, "OFFSET": 0.0, "ROUND": False}
+for direct, programs in ((True, 500), (False, 8), (True, 5000)):
+    tiles = decode_tiles(spec, target, programs)
     fixed = sizes | rules | {"DIRECT": direct, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP_PAD": 4}
     fixed |= {"MOST": MAX_SPLITS, "CHUNK": shares_at_once(spec), "EARLY": target.overlaps}
-    measure(f"decode, direct {direct}", decode_kernel, fixed, tiles.warps, tiles.stages)
+    measure(f"decode of {programs}", decode_kernel, fixed, tiles.warps, tiles.stages)
+    fixed |= turn | {"AHEAD": tiles.ahead}
+    measure(f"token of {programs}", token_kernel, fixed, tiles.warps, 1 if tiles.ahead else tiles.stages)
 for queries in (4, 16, 4096):
     tiles = prefill_tiles(spec, target, queries)
     fixed = sizes | rules | {"CAUSAL": True, "DIRECT": True, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
@@ -96,15 +100,19 @@ def compiled(arch, size):
 @pytest.mark.parametrize(("arch", "size"), [(80, 128), (90, 128), (100, 128), (90, 64)])
 def test_resources(arch, size):
     kernels = compiled(arch, size)
-    assert len(kernels) == 9
+    assert len(kernels) == 13
     for kernel in kernels:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= SHARED[arch], kernel
         assert kernel["waits"] is (arch >= 90), kernel
-        if kernel["name"].startswith(("decode", "prefill")):
+        if kernel["name"].startswith(("decode", "prefill")) or kernel["name"] in ("token of 500", "token of 5000"):
             assert kernel["copies"] > 0, kernel
         if kernel["name"] in ("prefill of 16", "prefill of 4096") and arch == 90:
             assert kernel["wgmma"] > 0, kernel
     if arch == 90:
-        decode = next(kernel for kernel in kernels if kernel["name"].startswith("decode"))
-        assert decode["registers"] <= 168 and 3 * decode["shared"] <= SHARED[90], decode  # three a multiprocessor
+        named = {kernel["name"]: kernel for kernel in kernels}
+        for name, warps, programs in (("decode of 500", 4, 4), ("token of 500", 4, 4), ("token of 5000", 2, 5),
+                                      ("token of 8", 4, 2)):  # fmt: skip
+            found = named[name]  # so many programs on a multiprocessor
+            assert programs * 32 * warps * found["registers"] <= 65536, found
+            assert programs * (found["shared"] + 1024) <= SHARED[90] + 1024, found

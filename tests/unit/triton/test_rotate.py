@@ -49,8 +49,7 @@ def unfused(specs, x, weight, cos, sin):
 def compare(specs, rows, normed, seed=3, stride=0):
     _, rope, spec = specs
     source = Source(spec.dtype, seed)
-    fused = attention_rotate.fuse_rotate(specs if normed else specs[1:], INTERPRETER)
-    assert fused.count == (3 if normed else 2)
+    fused = attention_rotate.RotateAndWrite(specs[0] if normed else None, *specs[1:], INTERPRETER)
     made = cases.make_rows(rows, 16, 0, source.random)
     batch = cases.make_batch(PLACE, made, "int32")
     tokens, heads = batch.num_tokens, spec.num_heads + 2 * spec.num_kv_heads
@@ -61,7 +60,7 @@ def compare(specs, rows, normed, seed=3, stride=0):
     cos, sin = angle.cos(), angle.sin()
     cache = PLACE.storage.allocate(spec.layout, made.num_blocks)
     plan = attention.TritonAttention(spec, INTERPRETER).plan(batch)
-    q = fused.provided.implementation(x, weight, cos, sin, cache, plan)
+    q = fused(x, weight, cos, sin, cache, plan)
     written = batch.slots_dev > 0
     k, v = (part[written] for part in cache.read(batch.slots_dev))
     want_q, want_k, want_v = unfused(specs, x, weight, cos, sin)
@@ -113,7 +112,7 @@ def test_steps_of_more_tokens_than_a_grids_second_axis_has(monkeypatch):
 
     monkeypatch.setattr(attention_rotate, "rotate_kernel", Kernel())
     _, rope, spec = specs_of("bfloat16", 16)
-    fused = attention_rotate.fuse_rotate([rope, spec], INTERPRETER).provided.implementation
+    fused = attention_rotate.RotateAndWrite(None, rope, spec, INTERPRETER)
     cache = PLACE.storage.allocate(spec.layout, 2)
     tokens, angles = 70000, torch.empty(1)
     plan = attention.Plan(tokens=tokens, slots=torch.empty(0, dtype=torch.int32), decode=None, prefill=None)
@@ -131,7 +130,7 @@ def test_value_heads_keep_nan_to_themselves():
     x[0, 6, 3] = float("inf")
     cache = PLACE.storage.allocate(spec.layout, made.num_blocks)
     plan = attention.TritonAttention(spec, INTERPRETER).plan(batch)
-    fused = attention_rotate.fuse_rotate(specs, INTERPRETER).provided.implementation
+    fused = attention_rotate.RotateAndWrite(*specs, INTERPRETER)
     fused(x, torch.ones(6, 16), torch.ones(1, 8), torch.ones(1, 8), cache, plan)
     assert torch.equal(cache.read(batch.slots_dev)[1], x[:, 6:])
 
@@ -147,3 +146,4 @@ def test_what_is_not_fused():
     assert fuse([replace(rope, head_dim=128), spec], INTERPRETER) is None
     assert fuse([rope, replace(spec, latent=True)], INTERPRETER) is None
     assert fuse([rope, spec, rms], INTERPRETER).count == 2
+    assert fuse([rms, rope, spec], INTERPRETER).count == 3
