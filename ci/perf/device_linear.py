@@ -29,7 +29,7 @@ from linear_parts import DEVICE, SHAPES, launch, operands_of, shape_dtype, timed
 from torch.nn import functional
 
 from drivetrain_triton.linear import Call, Operands, prepare, product_call
-from drivetrain_triton.linear_tiles import MAX_ROWS, Tiles, bucket, choose, fits
+from drivetrain_triton.linear_tiles import MOST_SHARES, STREAM_ROWS, Tiles, bucket, choose, fits
 from drivetrain_triton.target import Target
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -49,41 +49,68 @@ FRAGMENTS = {
     ),
     16: ((16, 16, 512, 4), (16, 16, 1024, 8), (16, 32, 512, 4), (16, 32, 256, 4)),
     32: ((32, 32, 256, 4), (32, 32, 512, 8), (32, 16, 512, 4)),
-    64: ((64, 32, 256, 4), (64, 32, 512, 8)),
 }
-# rows: (block_m, block_n, block_k, warps, programs, stages, weight first)
-WALKS = {
-    8: ((16, 64, 128, 4, 264, 4, True), (16, 128, 128, 8, 132, 4, True), (16, 32, 256, 4, 264, 4, False)),
-    16: ((16, 64, 128, 4, 264, 4, True), (16, 128, 128, 8, 132, 4, True), (16, 32, 256, 4, 264, 4, False)),
-    32: ((32, 64, 128, 4, 264, 3, True), (32, 128, 64, 4, 264, 3, True), (32, 128, 128, 8, 132, 4, True)),
-    64: (
-        (64, 128, 64, 4, 264, 3, True),
-        (64, 64, 64, 4, 264, 5, True),
-        (64, 128, 64, 4, 132, 6, True),
-        (64, 128, 128, 8, 132, 3, True),
-        (64, 256, 64, 8, 132, 3, True),
-        (64, 64, 128, 4, 264, 2, True),
-        (64, 64, 128, 4, 132, 5, True),
-    ),
-}
+# (block_n, block_k, warps, stages); block_m: the rows, at least 8
+STREAMS = (
+    (64, 128, 4, 4),
+    (64, 128, 4, 6),
+    (64, 256, 4, 3),
+    (64, 256, 4, 4),
+    (64, 512, 4, 2),
+    (128, 64, 4, 6),
+    (128, 128, 4, 3),
+    (128, 128, 8, 4),
+    (256, 64, 8, 4),
+)
+# (block_m, block_n, block_k, warps, stages) of more rows than the table has
+MANY = (
+    (64, 128, 128, 4, 3),
+    (128, 64, 128, 4, 4),
+    (128, 128, 64, 4, 3),
+    (128, 128, 64, 8, 3),
+    (128, 128, 128, 8, 3),
+    (128, 256, 64, 8, 4),
+    (256, 64, 64, 4, 5),
+    (256, 128, 64, 8, 4),
+)
+STREAM_PROGRAMS = (132, 264)
 CHAIN_BYTES = 320 << 20
 LIMIT = {torch.bfloat16: 6e-3, torch.float32: 1e-4}
 
 
+class Chosen:
+    """What the command line leaves of the variants."""
+
+    way = ""
+
+
 def variants(rows: int, outputs: int, inputs: int) -> Iterator[Tiles]:
     """All tiles that are tried for a shape; the table's own first."""
-    if rows > MAX_ROWS:
+    if rows > STREAM_ROWS:
+        found = [Tiles("stream", m, n, k, warps, stages=stages) for m, n, k, warps, stages in MANY]
+        yield from (one for one in found if fits(one, rows, outputs, inputs))
         return
     found = [choose(rows, outputs, inputs, 90)]
     for n, k, warps in (ROW_ONE if rows == 1 else ROW_MORE) if rows <= 4 else ():
         found.append(Tiles("rows", rows, n, k, warps=warps))
     size = bucket(rows) if rows > 4 else 8
     if rows > 1:
-        found += [Tiles("fragments", m, n, k, warps=warps) for m, n, k, warps in FRAGMENTS[size]]
-    for m, n, k, warps, programs, stages, first in WALKS[size] if rows > 4 else ():
-        found.append(Tiles("walk", m, n, k, warps, programs, stages, first))
+        found += [Tiles("fragments", m, n, k, warps=warps) for m, n, k, warps in FRAGMENTS.get(size, ())]
+    found += streams(rows, outputs, inputs)
+    found = [one for one in found if one == found[0] or not Chosen.way or one.way == Chosen.way]
     found = [one for one in found if one == found[0] or inputs % one.block_k == 0]
     yield from dict.fromkeys(one for one in found if fits(one, rows, outputs, inputs))
+
+
+def streams(rows: int, outputs: int, inputs: int) -> Iterator[Tiles]:
+    """Bulk copies: one share, and shares so that about as many programs run as the device holds."""
+    for n, k, warps, stages in STREAMS:
+        tiles, most = ceil(outputs / n), inputs // k
+        counts = {max(1, min(round(programs / tiles), most, MOST_SHARES)) for programs in STREAM_PROGRAMS}
+        most_m = max(8, bucket(rows))
+        sizes = {most_m, most_m // 2} if rows >= 32 and outputs <= 8192 else {most_m}
+        for shares in sorted(counts):
+            yield from (Tiles("stream", m, n, k, warps, shares, stages) for m in sizes)
 
 
 def meta_call(name: str, rows: int, tiles: Tiles, target: Target) -> Call:
@@ -177,8 +204,8 @@ def one_variant(
 def label(tiles: dict[str, Any]) -> str:
     """Tiles in short."""
     text = f"{tiles['way']} {tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']} w{tiles['warps']}"
-    if tiles["way"] == "walk":
-        text += f" p{tiles['programs']} s{tiles['stages']} {'Wx' if tiles['weight_first'] else 'xW'}"
+    if tiles["way"] == "stream":
+        text += f" x{tiles['shares']} s{tiles['stages']}"
     return text
 
 
@@ -212,7 +239,7 @@ def report(name: str, rows: int, nbytes: int, base: float, tried: list[dict[str,
     good = sorted((one for one in tried if one.get("right")), key=lambda one: one["seconds"])
     rate = nbytes / 1e12
     text = f"{name:10} {rows:4} vendor {rate / base:5.2f}"
-    if tried and tried[0].get("right"):
+    if rows <= STREAM_ROWS and tried and tried[0].get("right"):
         text += f" table {rate / tried[0]['seconds']:5.2f}"
     for one in good[:3]:
         text += f" | {rate / one['seconds']:5.2f} ({base / one['seconds']:4.2f}x) {label(one['tiles'])}"
@@ -223,7 +250,7 @@ def literal(tiles: Tiles) -> str:
     """Tiles as source."""
     values = list(asdict(tiles).values())
     return f"Tiles({', '.join(json.dumps(one) if isinstance(one, str) else str(one) for one in values[:5])}" + (
-        f", {', '.join(str(one) for one in values[5:])})" if tiles.way == "walk" else ")"
+        f", {', '.join(str(one) for one in values[5:])})" if tiles.way == "stream" else ")"
     )
 
 
@@ -242,6 +269,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="counts of rows, with commas")
     parser.add_argument("--shapes", default="", help="names or models, with commas")
+    parser.add_argument("--way", default="", help="only variants of this way, beside the table's")
     parser.add_argument("--only", choices=("shapes", "chain"), default="")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--json", default="")
@@ -255,6 +283,7 @@ def main() -> None:
     wanted = [one for one in given.shapes.split(",") if one]
     names = [name for name in SHAPES if not wanted or name in wanted or name[0] in wanted]
     sizes = [(name, rows) for name in names for rows in rows_list] if given.only != "chain" else []
+    Chosen.way = given.way
     jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(r, *SHAPES[n][:2])]
     out: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "argv": sys.argv[1:]}
     # Before anything touches the device: workers are forks, with contexts of their own.

@@ -10,8 +10,7 @@ import torch
 
 from drivetrain_triton.linear_fragments import fragment_products
 from drivetrain_triton.linear_rows import row_products
-from drivetrain_triton.linear_tiles import MAX_PANELS, MAX_ROWS, PARTIAL_BYTES, Tiles, choose, fits, shares
-from drivetrain_triton.linear_walk import walk_products
+from drivetrain_triton.linear_tiles import MAX_PANELS, PARTIAL_BYTES, Tiles, choose, fits, most_rows
 from drivetrain_triton.target import Target
 
 __all__ = ["Tiles", "choose", "prepare", "product_call", "small_gated", "small_linear", "supports"]
@@ -42,9 +41,10 @@ def prepare(device: torch.device) -> Scratch:
     return scratch
 
 
-def supports(rows: int, weight: torch.Tensor, x_dtype: torch.dtype) -> bool:
+def supports(rows: int, weight: torch.Tensor, x_dtype: torch.dtype, target: Target) -> bool:
     """Whether these products are ours: few rows, a dense contiguous weight of the rows' dtype."""
-    return 0 < rows <= MAX_ROWS and weight.dtype == x_dtype and x_dtype in DTYPES and weight.is_contiguous()
+    most = most_rows(target.arch, weight.element_size(), weight.shape[1])
+    return 0 < rows <= most and weight.dtype == x_dtype and x_dtype in DTYPES and weight.is_contiguous()
 
 
 class Call(NamedTuple):
@@ -74,14 +74,13 @@ def settings(tiles: Tiles, target: Target, inputs: int, kind: str, has_bias: boo
     options |= {"num_warps": tiles.warps, **target.options}
     if tiles.way == "rows":
         return options | {"ROWS": tiles.block_m}
-    options |= {"BLOCK_M": tiles.block_m}
-    if tiles.way == "fragments":
-        return options | {"WARPS": tiles.warps}
-    return options | {"STAGES": tiles.stages, "WEIGHT_FIRST": tiles.weight_first}
+    return options | {"BLOCK_M": tiles.block_m, "WARPS": tiles.warps}
 
 
 def product_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
     """The launch of these operands with these tiles."""
+    if tiles.way == "stream":
+        return stream_call(operands, target, tiles)
     x, weight, bias, out, kind = operands
     rows, inputs = x.shape
     sizes = (rows, out.shape[1], inputs, x.stride(0))
@@ -89,11 +88,28 @@ def product_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
     panels, terms = -(-weight.shape[0] // tiles.block_n), weight if bias is None else bias
     if tiles.way == "rows":
         return Call(row_products, (panels,), (x, weight, terms, out, *sizes), options)
-    blocks = -(-rows // tiles.block_m)
-    if tiles.way == "fragments":
-        return Call(fragment_products, (panels, blocks), (x, weight, terms, out, *sizes), options)
-    scratch, grid = prepare(x.device), (shares(tiles, weight.shape[0], inputs), blocks)
-    return Call(walk_products, grid, (x, weight, terms, out, scratch.partials, scratch.arrivals, *sizes), options)
+    return Call(fragment_products, (panels, -(-rows // tiles.block_m)), (x, weight, terms, out, *sizes), options)
+
+
+def stream_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
+    """The launch of ``stream_products``."""
+    x, weight, bias, out, kind = operands
+    rows, inputs = x.shape
+    from drivetrain_triton import linear_stream as stream  # not everywhere: it needs Triton's Gluon
+
+    scratch, outs = prepare(x.device), tiles.block_n // 2 if kind else tiles.block_n
+    options = {"HAS_BIAS": bias is not None, "KIND": kind, "PANEL": tiles.block_n}
+    options |= {"BLOCK_M": tiles.block_m, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages, "SHARES": tiles.shares}
+    options |= {"OVERLAPS": target.overlaps, "num_warps": tiles.warps, **target.options}
+    boxes = stream.boxes(weight, outs, tiles.block_k), stream.boxes(x, tiles.block_m, tiles.block_k)
+    args = (*boxes, weight if bias is None else bias, out, scratch.partials, scratch.arrivals)
+    grid = (-(-out.shape[1] // outs), -(-rows // tiles.block_m), tiles.shares)
+    return Call(stream.stream_products, grid, (*args, rows, out.shape[1], inputs), options)
+
+
+def copied_in_bulk(x: torch.Tensor) -> bool:
+    """Whether rows begin where bulk copies can start: at multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
 def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Tensor:
@@ -103,11 +119,12 @@ def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Ten
         return operands.out
     outputs = operands.weight.shape[0]
     if tiles is None:
-        tiles = choose(rows, outputs, inputs, target.arch, operands.weight.element_size())
+        arch = target.arch if operands.weight.data_ptr() % 16 == 0 else 0
+        tiles = choose(rows, outputs, inputs, arch, operands.weight.element_size())
     if not fits(tiles, rows, outputs, inputs):
         raise ValueError(f"{tiles} do not fit {rows} rows of {outputs} x {inputs}, or the scratch")
-    if operands.x.stride(1) != 1:
-        operands = operands._replace(x=operands.x.contiguous())
+    if operands.x.stride(1) != 1 or (tiles.way == "stream" and not copied_in_bulk(operands.x)):
+        operands = operands._replace(x=operands.x.clone(memory_format=torch.contiguous_format))
     call = product_call(operands, target, tiles)
     call.kernel[call.grid](*call.args, **call.options)
     return operands.out

@@ -2,76 +2,118 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal
 
-MAX_ROWS = 64  # beyond, a vendor's product is no slower: the weight's reading no longer rules
+STREAM_ROWS = 64  # beyond, a vendor's product is no slower: the weight's reading no longer rules
 FRAGMENT_ROWS = 32  # rows up to which every program may read the rows anew: first-level caches keep them
+ROW_ROWS = 4
+STREAM_ARCH = 90  # bulk copies and matrix units that read shared memory, as the kernel uses them
+STREAM_BYTES = 220 << 10  # shared memory of a program's stages
 PARTIAL_BYTES = 24 << 20  # scratch for the parts of split sums
 MAX_PANELS = 1 << 14  # counts of arrived parts
 SLOTS = 264  # programs at work at once: two a multiprocessor of the chip that the table was measured on
+MOST_SHARES = 8
+SMALL = 1 << 23  # elements of a weight that is read in little more time than a launch takes
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows, upwards to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """``way``: ``rows`` (float32 products, up to 4 tokens), ``fragments`` (matrix units fed from registers; a step
-    of ``block_k`` is shared by the warps in pieces of 32) or ``walk`` (matrix units, ``programs`` equal shares).
+    of ``block_k`` is shared by the warps in pieces of 32) or ``stream`` (matrix units fed by bulk copies).
 
     ``block_m`` tokens x ``block_n`` weight rows (gate and up rows both count) x ``block_k`` elements a step. Only for
-    ``walk``: ``stages`` of the copy pipeline, ``weight_first``: the weight is the product's left side, so that tokens
-    fill the narrow side of the matrix unit.
+    ``stream``: ``stages`` of the ring of copies, and the ``shares`` into which a tile's inputs are cut.
     """
 
-    way: Literal["rows", "fragments", "walk"]
+    way: Literal["rows", "fragments", "stream"]
     block_m: int
     block_n: int
     block_k: int
     warps: int = 4
-    programs: int = 0
+    shares: int = 1
     stages: int = 4
-    weight_first: bool = True
 
 
 # (weight rows, inputs): {bucket of rows: tiles}, where a measurement says other than the rules below. Rows of a bucket
 # share a variant, so that a row's bits do not hang on how many neighbours it has within one.
 MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
-    (6144, 4096): {1: Tiles("rows", 1, 16, 512, warps=8)},
-    (4096, 4096): {1: Tiles("rows", 1, 2, 2048)},
-    (28672, 4096): {1: Tiles("rows", 1, 4, 1024)},
-    (4096, 14336): {1: Tiles("rows", 1, 2, 2048)},
-    (128256, 4096): {1: Tiles("rows", 1, 2, 2048)},
+    (6144, 4096): {
+        1: Tiles("rows", 1, 16, 512, warps=8),
+        8: Tiles("stream", 8, 64, 128, shares=4, stages=4),
+        16: Tiles("stream", 16, 64, 256, shares=1, stages=4),
+        32: Tiles("stream", 32, 64, 256, shares=1, stages=4),
+        64: Tiles("stream", 64, 64, 128, shares=1, stages=6),
+    },
+    (4096, 4096): {
+        1: Tiles("rows", 1, 2, 2048),
+        8: Tiles("stream", 8, 64, 128, shares=4, stages=6),
+        16: Tiles("stream", 16, 64, 256, shares=2, stages=4),
+        32: Tiles("stream", 32, 64, 128, shares=2, stages=6),
+        64: Tiles("stream", 64, 64, 128, shares=2, stages=4),
+    },
+    (28672, 4096): {
+        1: Tiles("rows", 1, 4, 1024),
+        8: Tiles("stream", 8, 64, 256, shares=1, stages=3),
+        16: Tiles("stream", 16, 64, 128, shares=1, stages=4),
+        32: Tiles("stream", 32, 64, 128, shares=1, stages=4),
+        64: Tiles("stream", 64, 128, 128, shares=1, stages=3),
+    },
+    (4096, 14336): {
+        1: Tiles("rows", 1, 2, 2048),
+        8: Tiles("stream", 8, 64, 128, shares=4, stages=6),
+        16: Tiles("stream", 16, 64, 256, shares=2, stages=4),
+        32: Tiles("stream", 32, 64, 256, shares=2, stages=4),
+        64: Tiles("stream", 64, 64, 256, shares=2, stages=3),
+    },
+    (128256, 4096): {
+        1: Tiles("rows", 1, 2, 2048),
+        8: Tiles("stream", 8, 64, 128, shares=1, stages=4),
+        16: Tiles("stream", 16, 128, 128, shares=1, stages=3),
+        32: Tiles("stream", 32, 64, 128, shares=1, stages=4),
+        64: Tiles("stream", 64, 128, 128, shares=1, stages=3),
+    },
     (4096, 1024): {
         1: Tiles("rows", 1, 16, 512),
         2: Tiles("rows", 2, 4, 1024),
-        4: Tiles("fragments", 8, 16, 1024),
-        8: Tiles("fragments", 8, 16, 1024),
+        8: Tiles("stream", 8, 64, 256, shares=4, stages=3),
+        16: Tiles("stream", 16, 64, 512, shares=2, stages=2),
+        32: Tiles("stream", 32, 64, 512, shares=2, stages=2),
+        64: Tiles("stream", 64, 64, 256, shares=2, stages=3),
     },
     (1024, 2048): {
         1: Tiles("rows", 1, 2, 2048),
         2: Tiles("rows", 2, 2, 2048),
-        4: Tiles("rows", 4, 4, 2048),
-        8: Tiles("fragments", 8, 16, 1024, warps=8),
+        8: Tiles("stream", 8, 64, 256, shares=8, stages=3),
+        16: Tiles("stream", 16, 64, 512, shares=4, stages=2),
+        32: Tiles("stream", 16, 64, 512, shares=4, stages=2),
+        64: Tiles("stream", 32, 64, 512, shares=4, stages=2),
     },
     (6144, 1024): {
         1: Tiles("rows", 1, 8, 512),
         2: Tiles("rows", 2, 4, 1024),
-        4: Tiles("fragments", 8, 16, 1024),
-        8: Tiles("fragments", 8, 16, 1024),
+        8: Tiles("stream", 8, 64, 256, shares=1, stages=3),
+        16: Tiles("stream", 16, 64, 512, shares=1, stages=2),
+        32: Tiles("stream", 32, 64, 256, shares=1, stages=3),
+        64: Tiles("stream", 64, 64, 128, shares=1, stages=4),
     },
     (1024, 3072): {
         1: Tiles("rows", 1, 4, 1024),
         2: Tiles("rows", 2, 4, 1024),
-        4: Tiles("rows", 4, 4, 1024),
-        8: Tiles("fragments", 8, 16, 1024, warps=8),
+        8: Tiles("stream", 8, 64, 256, shares=8, stages=3),
+        16: Tiles("stream", 16, 64, 512, shares=6, stages=2),
+        32: Tiles("stream", 16, 64, 128, shares=8, stages=4),
+        64: Tiles("stream", 32, 64, 128, shares=8, stages=4),
     },
     (151936, 1024): {
         1: Tiles("rows", 1, 4, 1024),
-        2: Tiles("fragments", 8, 16, 1024),
-        4: Tiles("fragments", 8, 16, 1024),
-        8: Tiles("fragments", 8, 16, 1024),
+        8: Tiles("stream", 8, 64, 128, shares=1, stages=4),
+        16: Tiles("stream", 16, 64, 128, shares=1, stages=4),
+        32: Tiles("stream", 32, 64, 128, shares=1, stages=4),
+        64: Tiles("stream", 64, 128, 128, shares=1, stages=3),
     },
 }
 
@@ -79,6 +121,18 @@ MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
 def bucket(rows: int) -> int:
     """The smallest bucket that holds ``rows``; beyond all, the largest."""
     return next((one for one in BUCKETS if one >= rows), BUCKETS[-1])
+
+
+def most_rows(arch: int, item_bytes: int, inputs: int) -> int:
+    """Rows up to which some kernel takes a weight of this many inputs."""
+    if item_bytes != 2:
+        return ROW_ROWS
+    return STREAM_ROWS if streams(arch, item_bytes, inputs) else FRAGMENT_ROWS
+
+
+def streams(arch: int, item_bytes: int, inputs: int) -> bool:
+    """Whether bulk copies can bring the weight: rows of 16-byte pieces."""
+    return arch == STREAM_ARCH and item_bytes == 2 and inputs % 8 == 0
 
 
 def fits(tiles: Tiles, rows: int, outputs: int, inputs: int) -> bool:
@@ -89,27 +143,25 @@ def fits(tiles: Tiles, rows: int, outputs: int, inputs: int) -> bool:
     if tiles.way == "fragments":
         sides = tiles.block_m % 8 == 0 and (tiles.block_n % 16 == 0 or (tiles.block_n, tiles.block_m) == (8, 16))
         return sides and tiles.block_k % (32 * tiles.warps) == 0
-    size = blocks * 2 * shares(tiles, outputs, inputs) * tiles.block_n * tiles.block_m * 4
-    return size <= PARTIAL_BYTES and panels * blocks <= MAX_PANELS
-
-
-def shares(tiles: Tiles, outputs: int, inputs: int) -> int:
-    """Programs among which a weight is shared: no more than it has units."""
-    return min(tiles.programs, ceil(outputs / tiles.block_n) * ceil(inputs / tiles.block_k))
+    sides = tiles.block_n in (64, 128, 256) and tiles.block_m % 8 == 0 and inputs % 8 == 0
+    stage = (tiles.block_n + tiles.block_m) * tiles.block_k * 2
+    sides = sides and stage * tiles.stages <= STREAM_BYTES and tiles.shares <= ceil(inputs / tiles.block_k)
+    size = blocks * panels * tiles.shares * tiles.block_n * tiles.block_m * 4
+    return sides and (tiles.shares == 1 or (size <= PARTIAL_BYTES and panels * blocks <= MAX_PANELS))
 
 
 @lru_cache(maxsize=4096)
 def choose(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int = 2) -> Tiles:
     """Tiles for x [rows, inputs] and weight [outputs, inputs]; ``arch`` 0: the interpreter, which likes few steps."""
     size = bucket(rows)
-    if item_bytes == 2 and size in MEASURED.get((outputs, inputs), {}):
-        return MEASURED[outputs, inputs][size]
-    if size == 1:
-        return row_tiles(inputs, item_bytes)
-    # From arch 100 on, the compiler cannot yet carry the sums of a walk in the memory of its matrix units.
-    if item_bytes == 2 and (size <= FRAGMENT_ROWS or arch >= 100):
-        return fragment_tiles(size, outputs, inputs)
-    return walk_tiles(size, item_bytes)
+    measured = MEASURED.get((outputs, inputs), {}).get(size) if item_bytes == 2 else None
+    if measured is not None and (measured.way != "stream" or arch == STREAM_ARCH):
+        return measured
+    if size == 1 or item_bytes != 2:
+        return replace(row_tiles(inputs, item_bytes), block_m=size)
+    if streams(arch, item_bytes, inputs):
+        return stream_tiles(size, outputs, inputs)
+    return fragment_tiles(size, outputs, inputs)
 
 
 def row_tiles(inputs: int, item_bytes: int) -> Tiles:
@@ -136,12 +188,21 @@ def _step(inputs: int, largest: int) -> int:
     return next((step for step in (1024, 512, 256) if step <= largest and inputs % step == 0), 128)
 
 
-def walk_tiles(rows: int, item_bytes: int) -> Tiles:
-    """Two programs a multiprocessor, all of them at work at once, with 48 KB of weights on their way each."""
-    block_m = max(16, rows)
-    if item_bytes == 4:
-        return Tiles("walk", block_m, 32, 32, programs=SLOTS, stages=3)
-    return Tiles("walk", block_m, 128 if block_m > 32 else 64, 64, programs=SLOTS, stages=3)
+def stream_tiles(rows: int, outputs: int, inputs: int) -> Tiles:
+    """Low panels, so that many programs share the work evenly; of many rows taller ones where there are enough, since
+    each reads all rows anew. Small weights come in few large steps, their inputs cut until a program a multiprocessor
+    has work; where a panel's rows are many and its shares too, adding these takes longer than reading the rows twice.
+    """
+    block_m, small = max(8, rows), outputs * inputs < SMALL
+    block_n = 128 if rows > 32 and outputs >= 64 * SLOTS else 64
+    block_m = block_m // 2 if rows > 32 and outputs <= 2048 else block_m
+    block_k = 128 if block_n == 128 or (rows > 32 and not small) else 512 if small else 256
+    tiles = ceil(outputs / block_n)
+    shares = max(1, min(MOST_SHARES, round((SLOTS // 2 if small or rows > 8 else SLOTS) / tiles), inputs // block_k))
+    stages = 2 if block_k == 512 else 3 if block_n == 128 else 4
+    if (block_n + block_m) * block_k * 2 * stages > STREAM_BYTES:
+        block_k //= 2
+    return Tiles("stream", block_m, block_n, block_k, shares=shares, stages=stages)
 
 
 def _power(value: int) -> int:

@@ -10,23 +10,17 @@ from tests.unit.triton.interpreted import interpreted
 with interpreted():
     from drivetrain_triton import linear, linear_tiles
     from drivetrain_triton.linear_tiles import Tiles
-from drivetrain_triton.target import INTERPRETER
+from drivetrain_triton.target import INTERPRETER, Target
 
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 ROW = Tiles("rows", 1, 8, 64)
 FRAGMENTS = Tiles("fragments", 8, 16, 128, warps=2)
-WALK = Tiles("walk", 16, 16, 64, programs=5, stages=3)
 VARIANTS = {
     "rows, at once": dataclasses.replace(ROW, block_k=256),
     "rows": ROW,
     "fragments": FRAGMENTS,
     "fragments, low panels": dataclasses.replace(FRAGMENTS, block_m=16, block_n=8),
     "fragments, wide": dataclasses.replace(FRAGMENTS, block_m=16, block_n=32, block_k=64, warps=1),
-    "walk": WALK,
-    "walk, tokens first": dataclasses.replace(WALK, weight_first=False),
-    "walk, a panel a program": dataclasses.replace(WALK, programs=3),
-    "walk, shares within panels": dataclasses.replace(WALK, programs=11, block_n=32),
-    "walk, one program": dataclasses.replace(WALK, programs=1),
 }
 
 
@@ -63,9 +57,11 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", list(RTOL), ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 32])
 def test_tiles_of_the_table_agree_with_float64(rows, dtype):
     for outputs, inputs, biased in ((96, 128, False), (47, 264, True)):
+        if rows > linear_tiles.most_rows(0, dtype.itemsize, inputs):
+            continue
         x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
         bias = normal(outputs, dtype=dtype) if biased else None
         got = linear.small_linear(x, weight, bias, dtype, INTERPRETER)
@@ -76,7 +72,7 @@ def test_tiles_of_the_table_agree_with_float64(rows, dtype):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_way_with_tails(name):
     tiles, dtype = VARIANTS[name], torch.bfloat16
-    for rows in (1, 3) if tiles.way == "rows" else (5, 33):
+    for rows in (1, 3) if tiles.way == "rows" else (5, 17):
         for outputs, inputs in ((40, 256), (35, 250)):
             x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
             bias = normal(outputs, dtype=dtype)
@@ -142,20 +138,21 @@ def test_rows_of_any_strides():
         check(linear.small_linear(x, weight, None, torch.float32, INTERPRETER), product(x, weight), torch.float32)
 
 
-def test_counts_return_to_zero_and_no_rows_are_no_launch():
-    tiles = VARIANTS["walk, shares within panels"]
+def test_no_rows_are_no_launch():
     x, weight = normal(20, 256, dtype=torch.bfloat16), normal(40, 256, dtype=torch.bfloat16)
-    first = linear.small_linear(x, weight, None, torch.float32, INTERPRETER, tiles)
-    assert not linear.prepare(x.device).arrivals.any()
-    assert torch.equal(first, linear.small_linear(x, weight, None, torch.float32, INTERPRETER, tiles))
     assert linear.small_linear(x[:0], weight, None, torch.float32, INTERPRETER).shape == (0, 40)
 
 
 def test_what_does_not_fit_is_refused():
-    weight = torch.empty(65536, 16)
+    weight = torch.empty(65536, 4096)
     with pytest.raises(ValueError, match="scratch"):
-        tiles = Tiles("walk", 64, 64, 16, programs=4096)
-        linear.small_linear(torch.empty(64, 16), weight, None, torch.float32, INTERPRETER, tiles)
+        tiles = Tiles("stream", 64, 64, 64, shares=4)
+        linear.small_linear(torch.empty(64, 4096), weight, None, torch.float32, INTERPRETER, tiles)
+    whole = Tiles("stream", 8, 64, 128, shares=2)
+    assert linear_tiles.fits(whole, 8, 64, 256)
+    for change in ({"block_n": 32}, {"block_m": 4}, {"stages": 99}, {"shares": 3}):
+        assert not linear_tiles.fits(dataclasses.replace(whole, **change), 8, 64, 256), change
+    assert not linear_tiles.fits(whole, 8, 64, 260)
     for tiles in (Tiles("rows", 2, 8, 64), Tiles("fragments", 8, 8, 128), Tiles("fragments", 8, 16, 64)):
         assert not linear_tiles.fits(tiles, 3, 64, 128)
     with pytest.raises(ValueError, match="no gated activation"):
@@ -163,19 +160,27 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_supports():
+    hopper = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=232448)
     weight = torch.empty(8, 16, dtype=torch.bfloat16)
-    assert linear.supports(1, weight, torch.bfloat16) and linear.supports(64, weight, torch.bfloat16)
-    assert not linear.supports(0, weight, torch.bfloat16) and not linear.supports(65, weight, torch.bfloat16)
-    assert not linear.supports(1, weight, torch.float32) and not linear.supports(1, weight.T, torch.bfloat16)
+
+    def rows_of(target, weight, dtype):
+        return max((rows for rows in range(80) if linear.supports(rows, weight, dtype, target)), default=0)
+
+    assert rows_of(hopper, weight, torch.bfloat16) == 64 and not linear.supports(0, weight, torch.bfloat16, hopper)
+    assert rows_of(dataclasses.replace(hopper, arch=80), weight, torch.bfloat16) == 32
+    assert rows_of(hopper, torch.empty(8, 20, dtype=torch.bfloat16), torch.bfloat16) == 32
+    assert rows_of(hopper, weight.float(), torch.float32) == 4
+    assert not rows_of(hopper, weight, torch.float32) and not rows_of(hopper, weight.T, torch.bfloat16)
 
 
 def test_the_table_always_fits():
-    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (1024, 3072)):
-        for rows in (1, 2, 3, 8, 17, 33, 64):
-            for size in (2, 4):
-                tiles = linear_tiles.choose(rows, outputs, inputs, 90, size)
+    for outputs, inputs in (*linear_tiles.MEASURED, (8192, 2048), (512, 264), (49152, 576)):
+        for rows, size in [(rows, 2) for rows in (1, 2, 3, 8, 17, 33, 64)] + [(rows, 4) for rows in (1, 2, 3, 4)]:
+            for arch in (80, 90) if rows <= 32 else (90,):
+                tiles = linear_tiles.choose(rows, outputs, inputs, arch, size)
                 assert linear_tiles.fits(tiles, rows, outputs, inputs)
-                assert tiles == linear_tiles.choose(linear_tiles.bucket(rows), outputs, inputs, 90, size)
+                assert tiles.way != "stream" or arch == 90
+                assert tiles == linear_tiles.choose(linear_tiles.bucket(rows), outputs, inputs, arch, size)
 
 
 def test_a_measurement_overrules(monkeypatch):
