@@ -31,6 +31,7 @@ FULL: dict[str, Any] = {
     "long": 100_000,
     "longest": 131_072,
     "max_model_len": 8192,
+    "stream": (64, 800),
     "touch": (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024),
     "settle": 3.0,
 }
@@ -43,6 +44,7 @@ SMALL: dict[str, Any] = {
     "long": 600,
     "longest": 1024,
     "max_model_len": 512,
+    "stream": (4, 40),
     "touch": (1, 2, 4, 8),
     "settle": 0.1,
 }
@@ -106,16 +108,18 @@ class Run:
         return EngineConfig(**(values | more))
 
     def open(self, kind: str) -> Offline:
-        """Open the engine that a case needs, unless it is the one that is open: plain, cached or long."""
+        """Open the engine that a case needs, unless it is the one that is open: plain, cached, long, or fresh:
+        plain, and used at once, so that steps meet captures."""
         if self.engine is None or self.opened != kind:
             self.close()
-            more: dict[str, Any] = {"enable_prefix_caching": kind != "plain"}
+            more: dict[str, Any] = {"enable_prefix_caching": kind not in ("plain", "fresh")}
             if kind == "long":
                 more |= {"max_model_len": self.counts["longest"]}
             self.memory = DeviceMemory(self.args.device)
             self.engine, self.opened = Offline(self.config(**more), self.args.loop), kind
             self.memory.interval = SELDOM
-            time.sleep(self.counts["settle"])  # what the engine does when it has nothing else to do
+            if kind != "fresh":
+                time.sleep(self.counts["settle"])  # what the engine does when it has nothing else to do
             self.starts[kind] = self.engine.started
         return self.engine
 
@@ -310,6 +314,22 @@ def memory(run: Run) -> dict[str, Any]:
     }
 
 
+def pauses(run: Run) -> dict[str, Any]:
+    """Milliseconds between the tokens of a full batch while further buckets are captured between its steps, and when
+    all are captured."""
+    engine = run.open("fresh")
+    rows, new = run.counts["stream"]
+    found = {}
+    for title in ("while capturing", "captured"):
+        engine.generate(engine.prompts(rows, 128), new)
+        gaps = np.array(engine.gaps[1:]) * 1e3
+        names = {"median_ms": 50, "p99_ms": 99, "p99.9_ms": 99.9, "longest_ms": 100}
+        found[title] = {name: float(np.percentile(gaps, share)) for name, share in names.items()}
+        found[title] |= {"gaps": len(gaps), "rows": rows}
+        time.sleep(2 * run.counts["settle"])
+    return found
+
+
 def long_context(run: Run) -> dict[str, Any]:
     """Seconds of one very long prompt, and milliseconds of a decode step behind it."""
     if run.longest < run.counts["longest"]:
@@ -346,6 +366,7 @@ CASES: dict[str, tuple[tuple[str, Callable[[Run], dict[str, Any]]], ...]] = {
     "prefill": (("prefill", prefill),),
     "memory": (("memory", memory),),
     "ttft": (("ttft", ttft),),
+    "pauses": (("pauses", pauses),),
     "start": (("start", start),),
     "files": (("start from files", start_files),),
     "long": (("long", long_context),),

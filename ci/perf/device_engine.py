@@ -9,6 +9,7 @@ tokenizer. Times are wall times of one call over a whole batch.
 - throughput: 512 requests 512 -> 256 and 1,024 requests 1,024 -> 128, prefix cache off, after one warm-up pass.
 - prefill: 16 prompts of 4,096 tokens, one new token. ttft: one prompt of 4,096, one new token: miss, full hit,
   hit and 32 more; and one of 16 tokens.
+- pauses: milliseconds between the tokens of 64 rows from the moment the engine is ready, and later.
 - start: a new process to its first token, import included, with empty and with warm kernel caches.
 - files: the same with the weights in safetensors files, which lie in the page cache.
 - memory: the plan against what the device reports, after work of every batch size; the cache's share of the card.

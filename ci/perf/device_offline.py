@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Offline:
         self.started = time.perf_counter() - begin
         self.vocabulary: int = opened.vocabulary
         self.first = 0.0
+        self.gaps: list[float] = []
         self._random = np.random.default_rng(seed)
         self._number = 0
 
@@ -48,13 +50,15 @@ class Offline:
         return list(self._random.integers(0, self.vocabulary, (count, tokens), dtype=np.int32))
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> float:
-        """Complete all prompts with ``new`` tokens each; returns seconds. ``first``: seconds until any token came.
+        """Complete all prompts with ``new`` tokens each; returns seconds. ``first``: seconds until any token came;
+        ``gaps``: seconds between the arrivals of a step's tokens and the next one's.
 
         RuntimeError for a request that fails, or when tokens are missing.
         """
         waiting = set(range(self._number, self._number + len(prompts)))
         self._number += len(prompts)
         count, self.first = 0, 0.0
+        came: list[float] = []
         begin = time.perf_counter()
         for number, prompt in zip(sorted(waiting), prompts, strict=True):
             self.loop.submit(
@@ -63,13 +67,15 @@ class Offline:
         while waiting:
             for outputs in self.loop.step():
                 count += len(outputs.tokens)
-                if count and not self.first:
-                    self.first = time.perf_counter() - begin
+                if outputs.tokens:
+                    came.append(time.perf_counter())
                 for end in outputs.finished:
                     if end.reason == "error":
                         raise RuntimeError(f"request {end.request_id} failed: {end.error}")
                     waiting.discard(end.request_id)
         seconds = time.perf_counter() - begin
+        self.first = came[0] - begin if came else 0.0
+        self.gaps = [later - earlier for earlier, later in pairwise(came)]
         if count != len(prompts) * new:
             raise RuntimeError(f"{count} tokens came, {len(prompts) * new} were asked for")
         return seconds
