@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from drivetrain_api.v1 import GatedActivationSpec, LinearSpec, Packed, dtype_bytes
+from drivetrain_api.v1 import AddRmsNormSpec, GatedActivationSpec, LinearSpec, Packed, dtype_bytes
 from drivetrain_triton.linear import small_gated, small_linear
+from drivetrain_triton.linear_normed import normed_linear
+from drivetrain_triton.norms import Norm
 from drivetrain_triton.target import Target
 
 from .table import most_small_rows
@@ -67,3 +69,29 @@ class GatedLinear(DeviceLinear):
             return small_gated(x, weight, self._kind, self._target)
         activated: torch.Tensor = self._activate(functional.linear(x, weight, bias))
         return activated
+
+
+class NormedLinear:
+    """The addition and norm before a product, the product, and its gated activation if it has one.
+
+    Few rows are normed inside the product; more by the norm's own kernel, and multiplied as without a norm.
+    """
+
+    def __init__(self, norm: AddRmsNormSpec, product: DeviceLinear, most: int, target: Target, kind: str = "") -> None:
+        """``product``: what comes after the norm, of the gated activation ``kind``. ``most``: rows normed inside it."""
+        self._spec, self._norm, self._product, self._target = norm, Norm(norm, target), product, target
+        self._most, self._kind = most, kind
+        self.packed_bytes, self.pack, self.unpack = product.packed_bytes, product.pack, product.unpack
+
+    def apply(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, packed: Packed
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, in], residual [T, in] or None, the norm's weight [in] -> (product [T, out], sum [T, in])."""
+        matrix, bias = packed.data
+        if 0 < x.shape[0] <= self._most and not (self._kind and bias is not None):
+            return normed_linear(x, residual, weight, self._spec, matrix, bias, self._target, self._kind)
+        if residual is None:
+            normed, total = self._norm.rms(x, weight), x.float()
+        else:
+            normed, total = self._norm.add_rms(x, residual, weight)
+        return self._product.apply(normed, packed), total

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain_api.v1 import (
+    AddRmsNormSpec,
     AttentionSpec,
     Decline,
     Fused,
@@ -15,13 +16,15 @@ from drivetrain_api.v1 import (
     OpSpec,
     OpTraits,
     Provided,
+    dtype_bytes,
 )
 from drivetrain_triton.attention import provide_attention
 from drivetrain_triton.attention_rotate import fuse_rotate
 from drivetrain_triton.providers import provide_small
 from drivetrain_triton.target import Target
 
-from .linear import DeviceLinear, GatedLinear
+from . import table
+from .linear import DeviceLinear, GatedLinear, NormedLinear
 
 DTYPES = ("bfloat16", "float16", "float32")
 ANY_GRAPH = OpTraits(graph="any")
@@ -48,7 +51,9 @@ class Providers:
         return Provided(implementation=DeviceLinear(spec, self.target), label=label, traits=ANY_GRAPH)
 
     def fuse(self, specs: Sequence[OpSpec]) -> Fused | None:
-        """Claim the gated product, and all between the q/k/v product and attention."""
+        """Claim the gated product, products behind a norm, and all between the q/k/v product and attention."""
+        if isinstance(specs[0], AddRmsNormSpec):
+            return self._normed(specs[0], specs[1:])
         if len(specs) == 2 and isinstance(specs[0], LinearSpec) and isinstance(specs[1], GatedActivationSpec):
             return self._gated(specs[0], specs[1])
         return fuse_rotate(specs, self.target)
@@ -60,6 +65,22 @@ class Providers:
         implementation: Any = GatedLinear(spec, gated, self.target, alone.implementation)
         label = "native: one kernel for small batches, else cuBLAS and shared Triton"
         return Fused(count=2, provided=Provided(implementation=implementation, label=label, traits=ANY_GRAPH))
+
+    def _normed(self, norm: AddRmsNormSpec, rest: Sequence[OpSpec]) -> Fused | None:
+        """A norm and what follows it, where its kernel ever does both."""
+        linear = rest[0] if rest else None
+        if not isinstance(linear, LinearSpec) or linear.dtype != norm.dtype or linear.in_features != norm.size:
+            return None
+        most = table.most_normed_rows(linear.out_features, linear.in_features, dtype_bytes(linear.dtype))
+        after = self._linear(linear) if len(rest) == 1 else self.fuse(rest)
+        alone = after.provided if isinstance(after, Fused) else after
+        if most == 0 or linear.role == "lm_head" or not isinstance(alone, Provided):
+            return None
+        last = rest[-1]
+        kind = last.kind if isinstance(last, GatedActivationSpec) else ""
+        made = NormedLinear(norm, alone.implementation, most, self.target, kind)
+        label = "native: one kernel for small batches, else shared Triton and " + alone.label.removeprefix("native: ")
+        return Fused(count=1 + len(rest), provided=Provided(implementation=made, label=label, traits=ANY_GRAPH))
 
 
 def _unable(spec: LinearSpec) -> str:

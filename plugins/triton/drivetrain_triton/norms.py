@@ -24,7 +24,7 @@ TILE = 1024  # elements that a program of small rows holds
 
 
 @triton.jit
-def _weighted(normed, weight, OFFSET: tl.constexpr, ROUND: tl.constexpr):
+def weighted(normed, weight, OFFSET: tl.constexpr, ROUND: tl.constexpr):
     """``normed`` float32 times (weight + OFFSET); with ROUND both factors are rounded to the weight's dtype first."""
     if ROUND:
         scale = weight
@@ -77,7 +77,7 @@ def _norm(
         tl.store(total + out, kept, mask=inside)
         value = kept.to(tl.float32)
     mean = tl.sum(value * value, axis=1, keep_dims=True) / SIZE
-    result = _weighted(value * tl.rsqrt(mean + EPS), w, OFFSET, ROUND)
+    result = weighted(value * tl.rsqrt(mean + EPS), w, OFFSET, ROUND)
     tl.store(normed + out, result.to(w.dtype), mask=inside)
 
 
@@ -130,7 +130,7 @@ def _long_norm(
             stream = tl.load(residual + at, mask=at < SIZE, other=0.0)
             value = (value + stream.to(tl.float32)).to(stream.dtype).to(tl.float32)
         w = tl.load(weight + at, mask=at < SIZE, other=0.0)
-        tl.store(normed + out + at, _weighted(value * factor, w, OFFSET, ROUND).to(w.dtype), mask=at < SIZE)
+        tl.store(normed + out + at, weighted(value * factor, w, OFFSET, ROUND).to(w.dtype), mask=at < SIZE)
 
 
 def row_shape(size: int) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -19,6 +20,7 @@ from drivetrain_api.v1 import (
     LogprobsSpec,
     PlanSummary,
     QuantSpec,
+    RmsNormSpec,
     Unavailable,
     torch_runtime,
 )
@@ -134,6 +136,57 @@ def test_the_gated_product_is_claimed_whole_or_not_at_all():
     assert given.fuse((linear(quant=QuantSpec(scheme="int4", bits=4)), gated)) is None
     assert given.fuse((linear(), GatedActivationSpec(dtype="float32", size=48, kind="silu"))) is None
     assert given.fuse((linear(), linear())) is None
+
+
+def test_a_norm_is_claimed_with_the_product_behind_it_while_rows_are_short(monkeypatch):
+    from drivetrain_cuda import table
+
+    given, gated = providers(), GatedActivationSpec(dtype="bfloat16", size=48, kind="silu")
+    norm = AddRmsNormSpec(dtype="bfloat16", size=64, eps=1e-6)
+    assert given.fuse((norm, linear())).count == 2 and given.fuse((norm, linear(), gated)).count == 3
+    assert "one kernel" in given.fuse((norm, linear(bias=True))).provided.label
+    for declined in (
+        (norm,),
+        (norm, gated),
+        (norm, linear(), linear()),
+        (norm, linear(role="lm_head")),
+        (norm, linear(in_features=128)),
+        (norm, linear(dtype="float32")),
+        (norm, linear(activations="float32")),
+        (norm, linear(quant=QuantSpec(scheme="int4", bits=4))),
+        (AddRmsNormSpec(dtype="bfloat16", size=5120, eps=1e-6), linear(in_features=5120)),
+    ):
+        assert given.fuse(declined) is None, declined
+    monkeypatch.setattr(table, "most_normed_rows", lambda *shape: 0)
+    assert given.fuse((norm, linear())) is None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_rows_behind_a_norm_take_its_own_kernel_and_the_product_alone(monkeypatch, gated):
+    from drivetrain.ops.reference import REFERENCE
+    from drivetrain_cuda import linear as module
+
+    def few(*given):
+        raise AssertionError("three rows are too many")
+
+    norm = AddRmsNormSpec(dtype="float32", size=64, eps=1e-6)
+    alone = RmsNormSpec(dtype="float32", size=64, eps=1e-6)
+    add, rms = REFERENCE[norm.op].make(norm), REFERENCE[alone.op].make(alone)
+    monkeypatch.setattr(module, "normed_linear", few)
+    product = module.DeviceLinear(linear(dtype="float32"), SM90)
+    product._most = 0
+    made = module.NormedLinear(norm, product, 2, SM90, "silu" if gated else "")
+    made._norm = SimpleNamespace(rms=rms, add_rms=add)
+    x, residual, scale, weight = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64), torch.randn(96, 64)
+    packed = made.pack(weight, None)
+    assert packed.nbytes == made.packed_bytes(linear(dtype="float32")) and made.unpack(packed) is weight
+    for stream, (normed, total) in ((residual, add(x, residual, scale)), (None, (rms(x, scale), x))):
+        got = made.apply(x, stream, scale, packed)
+        assert torch.equal(got[0], product.apply(normed, packed)) and torch.equal(got[1], total)
+    with pytest.raises(AssertionError, match="too many"):
+        made.apply(x[:2], None, scale, packed)
+    if gated:
+        assert made.apply(x[:2], None, scale, made.pack(weight, torch.randn(96)))[0].shape == (2, 96)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,6 +1,6 @@
 """Compiles the linears of the table for one chip without a device, and prints a line of JSON for each kernel.
 
-    python -m tests.unit.triton.compiled_linear 90
+    python -m tests.unit.triton.compiled_linear 90 [normed]
 
 A process of its own: in the tests' process the same kernels are interpreted.
 """
@@ -16,13 +16,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from drivetrain_triton import linear
+from drivetrain_api.v1 import AddRmsNormSpec
+from drivetrain_triton import linear, linear_normed, linear_normed_tiles
 from drivetrain_triton.linear_tiles import choose
 from drivetrain_triton.target import Target
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 SHAPES = ((4096, 4096, ""), (28672, 4096, "silu"), (1024, 3072, ""))
+NORMED = ((4096, 1024, ""), (6144, 1024, "silu"), (6144, 4096, ""), (28672, 4096, "silu"), (96, 264, ""))
 
 
 def call_of(rows, shape, arch):
@@ -34,17 +37,49 @@ def call_of(rows, shape, arch):
     return linear.product_call(operands, target, choose(rows, outputs, inputs, arch))
 
 
+def normed_calls(arch):
+    """(rows, shape, call) of what the table gives behind norms."""
+    target = Target(kind="cuda", arch=arch, multiprocessors=132, shared_bytes=0, overlaps=arch >= 90)
+    for outputs, inputs, kind in NORMED:
+        for rows, stream, dtype, more in (
+            (1, torch.float32, torch.bfloat16, {}),
+            (2, torch.float32, torch.bfloat16, {"offset": 1.0}),
+            (8, torch.float32, torch.bfloat16, {"round_before_weight": True}),
+            (1, None, torch.bfloat16, {}),
+            (8, None, torch.bfloat16, {}),
+            (2, torch.float32, torch.float32, {}),
+        ):
+
+            def empty(*shape, dtype=dtype):
+                return torch.empty(*shape, dtype=dtype, device="meta")
+
+            residual = None if stream is None else empty(rows, inputs, dtype=stream)
+            norm = AddRmsNormSpec(dtype=str(dtype).removeprefix("torch."), size=inputs, eps=1e-6, **more)
+            weight, out = empty(outputs, inputs), empty(rows, outputs // 2 if kind else outputs)
+            total = empty(rows, inputs, dtype=torch.float32)
+            tensors = (empty(rows, inputs), residual, empty(inputs), norm, weight, None, out, total, kind)
+            tiles = linear_normed_tiles.choose(rows, outputs, inputs, dtype.itemsize)
+            call = linear_normed.normed_call(linear_normed.Normed(*tensors), target, tiles)
+            yield rows, (outputs, inputs, kind), call
+
+
 def compile_call(call, arch):
     names, signature, attributes = call.kernel.arg_names, {}, {}
     for index, (name, value) in enumerate(zip(names, call.args, strict=False)):
         tensor = isinstance(value, torch.Tensor)
         signature[name] = TYPES[value.dtype] if tensor else "i32"
+        if hasattr(value, "block_shape"):
+            signature[name] = f"tensordesc<bf16{value.block_shape},{value.layout!r}>"
+            continue
         if tensor or (name != "M" and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     constants = {name: call.options[name] for name in names[len(call.args) :]}
     signature |= dict.fromkeys(constants, "constexpr")
     options = {name: value for name, value in call.options.items() if name not in names}
-    source = ASTSource(fn=call.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    if "num_warps" in names:
+        constants["num_warps"] = options["num_warps"] = call.options["num_warps"]
+    made = GluonASTSource if call.kernel.is_gluon() else ASTSource
+    source = made(fn=call.kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -59,27 +94,27 @@ def resources(cubin):
 
 def order(ptx):
     """What a kernel does first, by position; -1: never."""
-    marks = {"first_weight": r"ld\.global", "wait": r"griddepcontrol\.wait"}
+    marks = {"first_weight": r"ld\.global|cp\.async\.bulk\.tensor", "wait": r"griddepcontrol\.wait"}
     found = {name: re.search(pattern, ptx) for name, pattern in marks.items()}
     return {name: one.start() if one else -1 for name, one in found.items()}
 
 
 def main():
     arch, seen = int(sys.argv[1]), set()
-    for shape in SHAPES:
-        for rows in (1, 2, 8, 64):
-            call = call_of(rows, shape, arch)
-            key = (call.kernel.__name__, *sorted(call.options.items()))
-            if key in seen:
-                continue
-            seen.add(key)
-            compiled = compile_call(call, arch)
-            registers, stack = resources(compiled.asm["cubin"])
-            ptx = compiled.asm["ptx"]
-            facts = {"kernel": call.kernel.__name__, "shape": shape, "rows": rows, "registers": registers}
-            facts |= {"stack": stack, "shared": compiled.metadata.shared, "wgmma": "wgmma.mma_async" in ptx}
-            facts |= {"wide": ".v4.b32" in ptx, "copies": "cp.async.cg" in ptx}
-            print(json.dumps(facts | order(ptx)))
+    calls = ((rows, shape, call_of(rows, shape, arch)) for shape in SHAPES for rows in (1, 2, 8, 64))
+    for rows, shape, call in normed_calls(arch) if sys.argv[2:] else calls:
+        types = tuple(one.dtype for one in call.args if isinstance(one, torch.Tensor))
+        key = (call.kernel.__name__, types, *sorted(call.options.items()))
+        if key in seen:
+            continue
+        seen.add(key)
+        compiled = compile_call(call, arch)
+        registers, stack = resources(compiled.asm["cubin"])
+        ptx = compiled.asm["ptx"]
+        facts = {"kernel": call.kernel.__name__, "shape": shape, "rows": rows, "registers": registers}
+        facts |= {"stack": stack, "shared": compiled.metadata.shared, "wgmma": "wgmma.mma_async" in ptx}
+        facts |= {"wide": ".v4.b32" in ptx, "copies": "cp.async.cg" in ptx}
+        print(json.dumps(facts | order(ptx)))
 
 
 if __name__ == "__main__":
