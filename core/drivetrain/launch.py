@@ -6,7 +6,9 @@ Everything after it runs in the process that owns the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -191,10 +193,24 @@ def _problems(choice: Choice, backend: Backend, summary: PlanSummary) -> Sequenc
 
 def open_loop(config: EngineConfig, choice: Choice, parts: Parts = Parts()) -> Opened:
     """Open everything and warm up; what comes back serves at once."""
-    described = describe(config, choice)
-    from drivetrain.starting import start  # after the backend has set what torch must find when it loads
+    with nothing_collected():
+        described = describe(config, choice)
+        from drivetrain.starting import start  # after the backend has set what torch must find when it loads
 
-    return start(config, described, parts)
+        return start(config, described, parts)
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Leave cyclic garbage alone for the time of a start: it makes modules and little garbage, and each collection
+    looks through them all."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def make_loop(config: EngineConfig, described: Described, executor: Executor, memory: MemoryPlan, parts: Parts) -> Loop:

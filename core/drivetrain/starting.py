@@ -112,6 +112,7 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
     finally:
         checkpoint.close()
     backend.device.trim()
+    caching = time.perf_counter()
     caches = allocate_caches(backend, decoder, memory.cache)
     sizes = runner_sizes(config, described, memory.max_model_len, parts.max_drafts)
     runner = Runner(backend, decoder, caches, sizes, described.ops, parts.drafter)
@@ -131,6 +132,7 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
         dtype=described.dtype,
         figures={
             "load_seconds": loaded.seconds,
+            "cache_seconds": warm - caching,
             "warm_up_seconds": end - warm,
             "start_seconds": end - begin,
             **{f"{term.name}_bytes": term.nbytes for term in memory.terms()},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
@@ -36,6 +38,18 @@ def cards() -> list[Card]:
     count = ctypes.c_int()
     _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
     return [_card(driver, index) for index in range(count.value)]
+
+
+def make_context(index: int) -> None:
+    """Make a device's primary context, which torch and all else of this process will use, and keep it. Where that
+    fails nothing is said: whoever needs the context meets the reason."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch would; the driver reads it once
+    with suppress(DriverError):
+        driver = _load()
+        _check(driver, "cuInit", driver.cuInit(0))
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def _load() -> ctypes.CDLL:

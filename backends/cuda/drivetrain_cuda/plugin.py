@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from threading import Thread
 
 from drivetrain_api.v1 import (
     Backend,
@@ -16,7 +17,7 @@ from drivetrain_api.v1 import (
 )
 
 from . import __version__
-from .driver import DriverError, cards
+from .driver import DriverError, cards, make_context
 
 OLDEST = (8, 0)  # bfloat16 products and asynchronous copies, which every kernel relies on
 # Names of the same setting. The first is the one that every torch served reads for CUDA; where both are set it wins.
@@ -90,10 +91,14 @@ class CudaPlugin:
 
     @hookimpl
     def create(self, devices: Sequence[int], view: ConfigView) -> Backend:
-        """Open the first device."""
+        """Open the first device. Its context is made while torch loads."""
+        index = devices[0] if devices else 0
+        ahead = Thread(target=make_context, args=(index,), daemon=True)
+        ahead.start()
         from .backend import open_backend
 
-        return open_backend(devices[0] if devices else 0, view)
+        ahead.join()
+        return open_backend(index, view)
 
 
 plugin = CudaPlugin()

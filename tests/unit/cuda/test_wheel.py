@@ -104,6 +104,27 @@ def test_cards_that_are_too_old_are_named(monkeypatch):
     assert isinstance(answer, Unavailable) and "Old (7.5)" in answer.reason
 
 
+class Retaining(FakeDriver):
+    """Notes whose context is kept."""
+
+    def _cuDevicePrimaryCtxRetain(self, context, device):
+        self.kept = device.value
+        return 0
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_the_context_of_the_device_asked_for_is_made_ahead(monkeypatch, index):
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    known = Retaining([("Big", 141 << 30, 9, 0)] * 3)
+    loading(monkeypatch, known)
+    driver.make_context(index)
+    assert known.kept == index
+    for broken in (None, Retaining(fails={"cuInit": 999}), Retaining(fails={"cuDeviceGet": 101})):
+        loading(monkeypatch, broken)
+        driver.make_context(index)  # torch will meet the reason
+        assert broken is None or "kept" not in vars(broken)
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_is_refused_with_the_way_out():
     with pytest.raises(RuntimeError, match="built without CUDA; install a CUDA build"):
