@@ -67,7 +67,7 @@ class Offline:
         while waiting:
             for outputs in self.loop.step():
                 count += len(outputs.tokens)
-                if outputs.tokens:
+                if len(outputs.tokens):
                     came.append(time.perf_counter())
                 for end in outputs.finished:
                     if end.reason == "error":
