@@ -22,9 +22,13 @@ from drivetrain_api.v1 import (  # noqa: E402
     CacheLayout,
     CachePart,
     CacheSpec,
+    RmsNormSpec,
+    RopeSpec,
     torch_dtype,
 )
 from drivetrain_triton.attention import TritonAttention  # noqa: E402
+from drivetrain_triton.attention_choice import Tiles  # noqa: E402
+from drivetrain_triton.attention_rotate import RotateAndAttend  # noqa: E402
 from drivetrain_triton.target import Target  # noqa: E402
 
 SHAPES = {"A": (32, 8, 128), "C": (16, 8, 128)}
@@ -32,21 +36,41 @@ SHAPES = {"A": (32, 8, 128), "C": (16, 8, 128)}
 
 @dataclass(frozen=True)
 class Variant:
-    """(BLOCK_N, warps, stages, programs wanted a multiprocessor), and whether lengths and tables are read before the
-    wait, where the kernel ahead then lets the next begin late."""
+    """Tiles and programs wanted a multiprocessor, None of the table; one kernel or two; and whether lengths and tables
+    are read before the wait, where the kernel ahead then lets the next begin late."""
 
-    tiles: tuple[int, int, int, int] = (64, 4, 2, 4)
+    tiles: Tiles | None = None
+    wanted: int = 4
+    whole: bool = False
     early: bool = True
 
     def __str__(self) -> str:
-        return "/".join(map(str, self.tiles)) + ("" if self.early else "w")
+        tiles = self.tiles
+        shown = "table" if tiles is None else f"{tiles.block_n}/{tiles.warps}/{tiles.stages}"
+        ahead = "a" if tiles is not None and tiles.ahead else ""
+        return f"{'one' if self.whole else 'two'} {shown}/{self.wanted}{ahead}{'' if self.early else 'w'}"
+
+
+def staged(*numbers: int, wanted: int = 4, whole: bool = False) -> Variant:
+    """BLOCK_N, warps and stages."""
+    return Variant(Tiles(16, *numbers), wanted, whole)
+
+
+def ahead(*numbers: int) -> Variant:
+    """BLOCK_N and warps of one kernel that goes ahead."""
+    return Variant(Tiles(16, *numbers, 3, ahead=True), 4, True)
 
 
 DECODE = [
-    Variant(), Variant(early=False), *(Variant(tiles=tiles) for tiles in (
-        (64, 2, 2, 4), (64, 8, 2, 4), (64, 4, 2, 8), (64, 4, 1, 4), (32, 2, 2, 4), (32, 4, 2, 4), (32, 2, 3, 4),
-        (32, 4, 4, 4), (32, 1, 2, 4), (16, 2, 4, 4), (128, 8, 2, 4),
-    )),
+    Variant(), Variant(early=False), *(staged(*numbers) for numbers in (
+        (64, 4, 2), (64, 2, 2), (64, 8, 2), (64, 4, 1), (32, 2, 2), (32, 4, 2), (32, 2, 3), (32, 4, 4), (32, 1, 2),
+        (16, 2, 4), (128, 8, 2),
+    )), staged(64, 4, 2, wanted=8),
+]  # fmt: skip
+# One kernel for norm, rotation, write and attention, beside the two that it replaces.
+WHOLE = [
+    Variant(), Variant(whole=True), staged(64, 4, 2, whole=True), staged(32, 2, 3, whole=True), ahead(32, 4),
+    ahead(32, 2), ahead(16, 1), staged(64, 4, 2, wanted=8, whole=True),
 ]  # fmt: skip
 # (BLOCK_M, BLOCK_N, warps, stages); None: the table's.
 PREFILL = [
@@ -56,6 +80,10 @@ PREFILL = [
 DECODE_POINTS = [
     (1, 208, 208), (1, 208, 4096), (8, 208, 208), (8, 208, 4096), (64, 208, 208), (256, 208, 208), (256, 1024, 1024),
     (1, 8192, 8192), (1, 100_000, 100_000),
+]  # fmt: skip
+WHOLE_POINTS = [
+    (1, 208, 208), (1, 208, 4096), (8, 208, 208), (8, 208, 4096), (64, 208, 4096), (256, 208, 4096), (512, 208, 4096),
+    (256, 640, 4096), (512, 640, 4096), (1, 4096, 4096), (1, 100_000, 100_000),
 ]  # fmt: skip
 # (rows, length, queries)
 PREFILL_POINTS = [(16, 4096, 4096), (1, 100_000, 8192), (1, 4112, 16), (64, 1024, 4)]
@@ -210,3 +238,61 @@ def check_all(results: list[dict], part: slice = slice(None)) -> None:
         limit = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 3e-6}[dtype]
         results.append({"check": name, "dtype": dtype, "error": error, "ok": bool(error < limit and kept)})
         print(f"{'ok  ' if results[-1]['ok'] else 'BAD '} {name:28s} {dtype:9s} {error:.1e}", flush=True)
+
+
+WHOLE_CHECKS = [
+    ("A one kernel", (32, 8, 128), {}, [(1000, 1), (1, 1), (64, 1), (65, 1), (4097, 1), (0, 1), (2, 1)]),
+    ("A one kernel, one row", (32, 8, 128), {}, [(9000, 1)]),
+    ("A one kernel, many rows", (32, 8, 128), {}, [(100 + 7 * i, 1) for i in range(300)]),
+    ("C one kernel", (16, 8, 128), {}, [(208, 1)] * 64),
+    ("one kernel, window, sinks", (16, 2, 64), {"window": 128, "sinks": True}, [(1000, 1), (50, 1), (129, 1)]),
+    ("one kernel, soft cap", (8, 4, 256), {"soft_cap": 30.0}, [(700, 1), (33, 1)]),
+    ("one kernel, 7 of 80", (14, 2, 80), {}, [(700, 1), (81, 1)]),
+    ("one kernel, 16 of 96", (16, 1, 96), {}, [(700, 1), (81, 1)]),
+]
+
+
+def turned(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, heads: int) -> Tensor:
+    """The first ``heads`` of x's heads, normed where there is a weight and rotated, in float32, rounded after each."""
+    y = x[:, :heads].float()
+    if weight is not None:
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype).float()
+    a, b = y.chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+
+def check_whole(results: list[dict], part: slice = slice(None)) -> None:
+    """One kernel against rotation in float32 and attention in float64: each case with the table's tiles, those of A
+    and C with every variant's too; half with a norm."""
+    plain = [(check, Variant(whole=True)) for check in WHOLE_CHECKS]
+    cases = plain + [(check, v) for check in WHOLE_CHECKS[:4] for v in WHOLE[2:]]
+    for number, ((name, sizes, rules, rows), variant) in list(enumerate(cases))[part]:
+        spec = spec_of(*sizes, **rules)
+        batch, blocks = batch_of(rows, slack=5)
+        heads, size, count = spec.num_heads + spec.num_kv_heads, spec.head_dim, batch.num_tokens
+        norm = RmsNormSpec(dtype=spec.dtype, size=size, eps=1e-6) if number % 2 else None
+        rope = RopeSpec(dtype=spec.dtype, head_dim=size, rotary_dim=size)
+        pool = torch.randn(blocks, 2, BLOCK, spec.num_kv_heads, size, device=device).bfloat16()
+        pool[0] = float("nan")
+        cache, slots = Cache(pool, 0, blocks), batch.slots_dev.long()
+        for each in cache.parts:
+            each[slots // BLOCK, slots % BLOCK] = float("nan")
+        x = torch.randn(count, heads + spec.num_kv_heads, size, device=device).bfloat16()
+        weight = torch.randn(heads, size, device=device).bfloat16() if norm else None
+        angle = torch.randn(count, size // 2, device=device)
+        sinks = torch.randn(spec.num_heads, device=device).bfloat16() if spec.sinks else None
+        attention = TritonAttention(spec, target())
+        attention.decode_tiles, attention.programs_wanted = variant.tiles, variant.wanted
+        with poisoned():
+            plan = attention.plan(batch)
+            fused = RotateAndAttend(norm, rope, spec, target())
+            out = fused(x, weight, angle.cos(), angle.sin(), cache, plan, sinks)
+        want = turned(x, weight, angle.cos(), angle.sin(), 1e-6, heads)
+        k, v = (each[slots // BLOCK, slots % BLOCK][slots > 0] for each in cache.parts)
+        right = want[:, spec.num_heads :][slots > 0].float()
+        kept = float((k.float() - right).norm() / right.norm()) < 6e-3 and torch.equal(v, x[:, heads:][slots > 0])
+        exact = dense(spec, want[:, : spec.num_heads], cache, batch, rows, sinks)
+        error = float((out.double() - exact).norm() / exact.norm())
+        results.append({"check": name, "variant": str(variant), "error": error, "ok": bool(error < 8e-3 and kept)})
+        print(f"{'ok  ' if results[-1]['ok'] else 'BAD '} {name:28s} {variant!s:18s} {error:.1e} {kept}", flush=True)

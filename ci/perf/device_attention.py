@@ -1,6 +1,6 @@
 """Paged attention on a device: checked against float64, then timed in graphs over caches larger than its L2.
 
-python ci/perf/device_attention.py --json FILE [--only check,decode,carveout,prefill,rotate] [--shapes A,C]
+python ci/perf/device_attention.py --json FILE [--only whole,check,decode,carveout,prefill,rotate] [--shapes A,C]
 """
 
 from __future__ import annotations
@@ -27,27 +27,32 @@ from attention_cases import (
     PREFILL,
     PREFILL_POINTS,
     SHAPES,
+    WHOLE,
+    WHOLE_POINTS,
     Cache,
     Rows,
     Tensor,
     Variant,
     batch_of,
     check_all,
+    check_whole,
     device,
     poisoned,
     spec_of,
     target,
+    turned,
 )
 
 from drivetrain_api.v1 import AttentionSpec, RmsNormSpec, RopeSpec
 from drivetrain_triton.attention import TritonAttention
 from drivetrain_triton.attention_choice import Tiles, prefill_tiles
 from drivetrain_triton.attention_decode import decode_kernel
-from drivetrain_triton.attention_rotate import RotateAndWrite
+from drivetrain_triton.attention_rotate import RotateAndAttend, RotateAndWrite
 from drivetrain_triton.attention_write import rotate_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
-L2_BYTES, WORKERS = 150 << 20, 12
+L2_BYTES, WORKERS = 150 << 20, 14
+LEAST = 6  # layers in a graph, where the pool holds them
 
 
 def graph_time(layers: list[Callable[[], Tensor]], repeats: int = 7) -> tuple[float, Tensor]:
@@ -72,7 +77,7 @@ def graph_time(layers: list[Callable[[], Tensor]], repeats: int = 7) -> tuple[fl
 
 def layers_of(spec: AttentionSpec, pool: torch.Tensor, blocks: int) -> list[Cache]:
     size = blocks * pool[0].numel() * 2
-    count = max(1, min(160, -(-L2_BYTES // size), len(pool) // blocks))
+    count = max(1, min(160, max(LEAST, -(-L2_BYTES // size)), len(pool) // blocks))
     return [Cache(pool, i * blocks, blocks) for i in range(count)]
 
 
@@ -89,54 +94,71 @@ def time_forward(spec: AttentionSpec, pool: Tensor, rows: Rows, chunk: Tiles | N
     return graph_time(runs)[0], part.splits
 
 
+def chain_of(spec: AttentionSpec, variant: Variant, normed: bool) -> tuple[TritonAttention, RotateAndAttend]:
+    """What plans, and what runs."""
+    attention = TritonAttention(spec, target())
+    attention.decode_tiles, attention.programs_wanted = variant.tiles, variant.wanted
+    norm = RmsNormSpec(dtype="bfloat16", size=128, eps=1e-6) if normed else None
+    run = RotateAndAttend(norm, RopeSpec(dtype="bfloat16", head_dim=128, rotary_dim=128), spec, target())
+    run.whole, run.write.late, run.attention.early = variant.whole, variant.early, variant.early
+    return attention, run
+
+
 def time_chain(
     spec: AttentionSpec, pool: Tensor, count: int, context: int, bound: int, variant: Variant
 ) -> tuple[float, int, bool]:
-    """Return the seconds of a layer's two kernels, norm + rope + write and attention of decode rows, the shares, and
-    whether the last layer's result is that of the same two kernels apart."""
+    """Return the seconds of a layer's norm (in C), rope, write and attention of decode rows, the shares, and whether
+    the last layer's result is that of the same kernels apart, and near that of two kernels."""
     batch, blocks = batch_of([(context, 1)] * count, slack=bound - context)
-    attention = TritonAttention(spec, target())
-    attention.decode_tiles = Tiles(attention.decode_tiles.block_m, *variant.tiles[:3])
-    attention.programs_wanted = variant.tiles[3]
-    attention.early = variant.early
-    norm = RmsNormSpec(dtype="bfloat16", size=128, eps=1e-6)
-    rotate = RotateAndWrite(norm, RopeSpec(dtype="bfloat16", head_dim=128, rotary_dim=128), spec, target())
-    rotate.late = variant.early
+    normed = spec.num_heads == SHAPES["C"][0]
+    attention, run = chain_of(spec, variant, normed)
     plan = attention.plan(batch)
-    turned = spec.num_heads + spec.num_kv_heads
-    x = torch.randn(count, turned + spec.num_kv_heads, 128, device=device).bfloat16()
-    weight, angle = torch.ones(turned, 128, device=device).bfloat16(), torch.randn(count, 64, device=device)
+    heads = spec.num_heads + spec.num_kv_heads
+    x = torch.randn(count, heads + spec.num_kv_heads, 128, device=device).bfloat16()
+    weight = torch.ones(heads, 128, device=device).bfloat16() if normed else None
+    angle = torch.randn(count, 64, device=device)
     cos, sin = angle.cos(), angle.sin()
-
-    def layer(cache: Cache, apart: bool = False) -> Tensor:
-        q = rotate(x, weight, cos, sin, cache, plan)
-        if apart:
-            torch.cuda.synchronize()
-        return attention.forward(q, cache, plan)
-
     layers = layers_of(spec, pool, blocks)
-    seconds, out = graph_time([partial(layer, cache) for cache in layers])
-    return seconds, plan.decode.splits, torch.equal(out, layer(layers[-1], apart=True))
+    seconds, out = graph_time([partial(run, x, weight, cos, sin, cache, plan) for cache in layers])
+    torch.cuda.synchronize()
+    same = torch.equal(out, run(x, weight, cos, sin, layers[-1], plan))
+    run.whole = False
+    other = run(x, weight, cos, sin, layers[-1], plan).float()
+    return seconds, plan.decode.splits, same and bool((out.float() - other).norm() < 6e-3 * other.norm())
 
 
-def time_decode(shape: str, pool: Tensor, results: list[dict]) -> None:
+def time_points(
+    shape: str, pool: Tensor, results: list[dict], variants: list[Variant], points: list[tuple[int, int, int]]
+) -> None:
     """Each line a variant, each column a point."""
     spec = spec_of(*SHAPES[shape])
-    heads = [f"{count}x{context}" + (f"/{bound}" if bound > context else "") for count, context, bound in DECODE_POINTS]
-    floors = [
-        count * context * 2 * spec.num_kv_heads * spec.head_dim * 2 / 4.6e6 for count, context, _ in DECODE_POINTS
-    ]
-    print(f"\n{shape} norm + rope + write, then decode attention: us of both (shares; ! where wrong)")
+    heads = [f"{count}x{context}" + (f"/{bound}" if bound > context else "") for count, context, bound in points]
+    floors = [count * context * 2 * spec.num_kv_heads * spec.head_dim * 2 / 4.6e6 for count, context, _ in points]
+    print(f"\n{shape} norm (C), rope, write and decode attention: us (shares; ! where wrong)")
     print(f"{'':18s}" + "".join(f"{head:>14s}" for head in heads))
     print(f"{'read at 4.6 TB/s':18s}" + "".join(f"{floor:10.1f}    " for floor in floors))
-    for variant in DECODE if shape == "A" else DECODE[:1]:
+    for variant in variants:
         cells = []
-        for count, context, bound in DECODE_POINTS:
-            seconds, splits, same = time_chain(spec, pool, count, context, bound, variant)
+        for count, context, bound in points:
             point = {"shape": shape, "batch": count, "context": context, "bound": bound, "variant": str(variant)}
+            try:
+                seconds, splits, same = time_chain(spec, pool, count, context, bound, variant)
+            except Exception as error:  # the other points are worth having
+                results.append(point | {"ok": False, "error": str(error)[:300]})
+                cells.append(f"{type(error).__name__[:13]:>14s}")
+                continue
             results.append(point | {"splits": splits, "us": seconds * 1e6, "ok": same})
             cells.append(f"{seconds * 1e6:9.1f}({splits:2d}){' ' if same else '!'}")
         print(f"{variant!s:18s}" + "".join(cells), flush=True)
+
+
+def time_decode(shape: str, pool: Tensor, results: list[dict]) -> None:
+    time_points(shape, pool, results, DECODE if shape == "A" else DECODE[:1], DECODE_POINTS)
+
+
+def time_whole(shape: str, pool: Tensor, results: list[dict]) -> None:
+    """One kernel beside two."""
+    time_points(shape, pool, results, WHOLE, WHOLE_POINTS)
 
 
 def prefer_shared(percent: int) -> None:
@@ -183,59 +205,61 @@ def time_prefill(shape: str, pool: Tensor, results: list[dict]) -> None:
         print(f"{count:3d} x {queries:5d} of {length:6d}  " + "  ".join(cells), flush=True)
 
 
-def rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """The turned query and key heads, in float32, each step rounded."""
-    y = x[:, : len(weight)].float()
-    y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype).float()
-    a, b = y.chunk(2, -1)
-    c, s = cos[:, None], sin[:, None]
-    return torch.cat((a * c - b * s, b * c + a * s), -1)
-
-
 def time_rotate(shape: str, pool: Tensor, results: list[dict]) -> None:
     spec = spec_of(*SHAPES[shape])
     norm = RmsNormSpec(dtype="bfloat16", size=128, eps=1e-6)
     fused = RotateAndWrite(norm, RopeSpec(dtype="bfloat16", head_dim=128, rotary_dim=128), spec, target())
-    turned = spec.num_heads + spec.num_kv_heads
+    heads = spec.num_heads + spec.num_kv_heads
     print(f"\n{shape} norm + rope + write: tokens, us, TB/s, error")
     for tokens in (1, 8, 64, 256, 8192):
         batch, blocks = batch_of([(300, 1)] * tokens if tokens < 1000 else [(tokens, tokens)])
         plan = TritonAttention(spec, target()).plan(batch)
         sets = max(1, min(32, (L2_BYTES // (tokens * 48 * 512)) or 1))
-        xs = [torch.randn(tokens, turned + spec.num_kv_heads, 128, device=device).bfloat16() for _ in range(sets)]
-        weight = torch.randn(turned, 128, device=device).bfloat16()
+        xs = [torch.randn(tokens, heads + spec.num_kv_heads, 128, device=device).bfloat16() for _ in range(sets)]
+        weight = torch.randn(heads, 128, device=device).bfloat16()
         angle = torch.randn(tokens, 64, device=device)
         cos, sin, cache = angle.cos(), angle.sin(), Cache(pool, 0, blocks)
         with poisoned():
             q = fused(xs[0], weight, cos, sin, cache, plan)
         slots = batch.slots_dev.long()
         k, v = (part[slots // BLOCK, slots % BLOCK] for part in cache.parts)
-        want = rotated(xs[0], weight, cos, sin, norm.eps)
+        want = turned(xs[0], weight, cos, sin, norm.eps, heads).float()
         error = float((torch.cat((q, k), 1).float() - want).norm() / want.norm())
         seconds, _ = graph_time([partial(fused, x, weight, cos, sin, cache, plan) for x in xs])
         moved = 2 * xs[0].numel() * 2
         results.append({"shape": shape, "rotate": tokens, "us": seconds * 1e6, "error": error,
-                        "ok": error < 6e-3 and torch.equal(v, xs[0][:, turned:])})  # fmt: skip
+                        "ok": error < 6e-3 and torch.equal(v, xs[0][:, heads:])})  # fmt: skip
         print(f"{tokens:6d} {seconds * 1e6:8.2f} {moved / seconds / 1e12:6.2f} {error:.1e}", flush=True)
 
 
-MEASURES = {"decode": time_decode, "carveout": time_carveout, "prefill": time_prefill, "rotate": time_rotate}
+MEASURES = {
+    "whole": time_whole,
+    "decode": time_decode,
+    "carveout": time_carveout,
+    "prefill": time_prefill,
+    "rotate": time_rotate,
+}
 
 
-def warm(number: int) -> None:
+def warm(number: int, only: list[str]) -> None:
     """Compile this worker's share of the variants into the cache on disk."""
     jobs = []
     for shape in SHAPES:
         spec = spec_of(*SHAPES[shape])
         pool = torch.randn(1100, 2, BLOCK, *spec.layout.spec.parts[0].shape, device=device).bfloat16()
-        for variant, count in product(DECODE if shape == "A" else DECODE[:1], (1, 200)):
+        variants = (DECODE if shape == "A" else DECODE[:1]) if "decode" in only else []
+        variants = variants + (WHOLE if "whole" in only else [])
+        for variant, count in product(variants, (1, 40, 180)):
             jobs.append(partial(time_chain, spec, pool, count, 80, 80 if count > 1 else 4096, variant))
         for variant, queries in product(PREFILL if shape == "A" else [None], (4, 16, 512)):
-            if queries == 512 or variant is None:
+            if "prefill" in only and (queries == 512 or variant is None):
                 rows = [(1100, queries)] * (1 if queries == 16 else 5)
                 jobs.append(partial(time_forward, spec, pool, rows, Tiles(*variant) if variant else None))
     share = slice(number, None, WORKERS)
-    check_all([], share)
+    if "whole" in only:
+        check_whole([], share)
+    if "check" in only:
+        check_all([], share)
     for job in jobs[share]:
         try:
             job()
@@ -256,13 +280,13 @@ def main() -> None:
     parser.add_argument("--warm", type=int)
     options = parser.parse_args()
     if options.warm is not None:
-        warm(options.warm)
+        warm(options.warm, options.only.split(","))
         return
     began = time.monotonic()
     only = options.only.split(",")
     workers = []
-    if {"check", "decode", "prefill"} & set(only):
-        command = [sys.executable, __file__, "--warm"]
+    if {"check", "whole", "decode", "prefill"} & set(only):
+        command = [sys.executable, __file__, "--only", options.only, "--warm"]
         workers = [subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL) for i in range(WORKERS)]
     results: list[dict] = []
     facts = {
@@ -278,9 +302,10 @@ def main() -> None:
     for worker in workers:
         worker.wait()
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
-    if "check" in only:
-        check_all(results)
-        save()
+    for name, check in (("check", check_all), ("whole", check_whole)):
+        if name in only:
+            check(results)
+            save()
     pool = torch.randn(256 * 513 + 64, 2, BLOCK, 8, 128, device=device, dtype=torch.bfloat16)
     for shape, (name, measure) in product(options.shapes.split(","), MEASURES.items()):
         if name in only:
