@@ -23,8 +23,9 @@ from functools import cache, partial
 from itertools import repeat
 from typing import Any
 
+import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -40,7 +41,7 @@ except ImportError:
 MOST_THREADS = 32
 RUNTIME = knobs.runtime
 NOT_CONST = repeat(False)
-UNFILLED = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+UNFILLED = {torch.empty, torch.empty_strided, torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
 logger = logging.getLogger(__name__)
 
 
@@ -137,12 +138,12 @@ def quick(kind: type[JITFunction]) -> type[Kernel]:
     return Kernel if kind is JITFunction else type(f"Quick{kind.__name__}", (Kernel, kind), {})
 
 
-class Zeros(TorchDispatchMode):
+class Zeros(TorchFunctionMode):
     """New tensors begin as zeros: what a kernel that did not run would have written is then no stray index."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        return made.zero_() if func.overloadpacket.__name__ in UNFILLED else made
+        return made.zero_() if func in UNFILLED else made
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -142,14 +144,29 @@ def test_compiling_launches_nothing_and_leaves_all_compiled(device, monkeypatch)
     with compiling(2):
         for block in (16, 32, 16):
             made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
-        new = [torch.empty(4000), x.new_empty(4000), torch.empty_like(x), torch.empty((9, 9), dtype=torch.int32)]
+        shape = (7, 900)
+        new = [torch.empty(shape), x.new_empty(shape), torch.empty_like(x), torch.empty_strided(shape, (900, 1))]
+        new += [torch.empty(shape, dtype=torch.int32), x.new_empty_strided(shape, (900, 1))]
         assert not any(one.any() for one in new)
+        assert torch.full(shape, 3).all()
     assert not device.made
     with monkeypatch.context() as patched:
         patched.setattr(JITFunction, "_do_compile", None)
         for block in (16, 32):
             made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
     assert len(device.taken()) == 2
+
+
+def test_compiling_imports_no_more_of_torch() -> None:
+    """Torch's dispatch modes load its compiler at their first call: seconds of a start."""
+    code = """if True:
+        import sys, torch
+        from drivetrain_triton.launch import Zeros
+        with Zeros():
+            assert not torch.empty(9).any()
+        assert "torch._dynamo" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_kernel_that_does_not_compile_is_named(device):
