@@ -108,7 +108,10 @@ def share_of(
 
 
 @kernel
-@triton.jit(do_not_specialize=["table_stride", "rows", "base", "tiles"])
+@triton.jit(
+    do_not_specialize=["table_stride", "rows", "base", "tiles"],
+    do_not_specialize_on_alignment=["query_start", "lengths", "tables"],  # they begin behind any number of decode rows
+)
 def prefill_kernel(
     out,
     partial,
@@ -154,14 +157,13 @@ def prefill_kernel(
 
     ``query_start``, ``lengths`` and ``tables`` begin at the first of ``rows``, whose first token is ``base``. Late
     tiles, which see the most keys, run first. Writes out [tokens, HEADS, DV], or its parts (not DIRECT) as
-    ``decode_kernel`` does, token ``base`` first.
+    ``decode_kernel`` does, token ``base`` first; of a share without keys only that its lse is -inf.
     """
     let_next_begin(OVERLAPS)
     tile, kv_head = tiles - 1 - tl.program_id(0), tl.program_id(1)
     split, splits = tl.program_id(2), tl.num_programs(2)
     lane = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP + lane % GROUP
-    columns = tl.arange(0, D_PAD)
+    heads, columns = kv_head * GROUP + lane % GROUP, tl.arange(0, D_PAD)
     wait_for_earlier(OVERLAPS)
 
     row = row_of_tile(query_start, tile, rows, base, BLOCK_Q)
@@ -176,6 +178,11 @@ def prefill_kernel(
     low = length - row_end + begin_token  # the positions of the tile's first and last query
     high = length - row_end + tl.minimum(begin_token + BLOCK_Q, row_end) - 1
     first, begin, end, inner, outer = share_of(low, high, length, split, splits, WINDOW, CAUSAL, BLOCK_N)
+    place = (((tokens - base) * HEADS + heads) * splits + split).to(tl.int64)
+    if not DIRECT:
+        if begin >= end:  # a share that the tile does not have: nobody reads its sums
+            tl.store(lse + place, tl.full([BLOCK_M], NEVER, tl.float32), mask=real)
+            return
 
     q_tile = tl.load(
         q + tokens.to(tl.int64)[:, None] * q_stride + heads[:, None] * D + columns[None, :],
@@ -183,8 +190,7 @@ def prefill_kernel(
         other=0.0,
     )
     table = tables + row.to(tl.int64) * table_stride
-    keys += kv_head * KEY_HEAD
-    values += kv_head * VALUE_HEAD
+    keys, values = keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD
     acc, total, top = nothing_yet(BLOCK_M, DV_PAD)
     if WINDOW:
         acc, total, top = attend(
@@ -210,9 +216,7 @@ def prefill_kernel(
             acc = acc * decay[:, None]
         target = out + (tokens.to(tl.int64) * HEADS + heads)[:, None] * DV
     else:
-        place = (((tokens - base) * HEADS + heads) * splits + split).to(tl.int64)
         tl.store(lse + place, lse_of(total, top), mask=real)
         target = partial + place[:, None] * DV
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    columns = tl.arange(0, DV_PAD)
+    result, columns = acc / tl.where(total > 0.0, total, 1.0)[:, None], tl.arange(0, DV_PAD)
     tl.store(target + columns[None, :], result.to(target.dtype.element_ty), real[:, None] & (columns < DV)[None, :])
