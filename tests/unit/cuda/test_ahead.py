@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
@@ -17,9 +18,11 @@ from drivetrain.models.naming import expected_tensors, path_naming
 from drivetrain.models.weights.checkpoint import DummyCheckpoint
 from drivetrain.ops import Ops
 from drivetrain.runner.batch import step_limits
+from drivetrain.runner.dummies import dummy_plan
+from drivetrain.runner.rows import NON_GREEDY
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig
-from drivetrain.runner.warmup import compile_ahead
+from drivetrain.runner.warmup import Variant, compile_ahead, run_dummy
 from drivetrain_api.v1 import Capabilities, ComposedBackend, GraphBudget, generic_profiler, torch_runtime, torch_storage
 from drivetrain_cuda.ops import Providers
 from drivetrain_triton.launch import COLLECTING, KernelCompiler
@@ -99,6 +102,23 @@ def test_every_kernel_is_asked_for_and_no_row_is_touched(asked) -> None:
     assert names >= {"_scan", "_choose", "_scale", "_limits", "_keep"}
     assert len(asked) == len({(name, str(key)) for name, key in asked}), "one is asked for once"
     assert torch.equal(tables[0], runner.tables.computed) and torch.equal(tables[1], runner.tables.last_tokens)
+
+
+def test_steps_of_other_sizes_need_nothing_more(asked) -> None:
+    runner = runner_of()
+    compile_ahead(runner, step_limits(runner.backend.shapes, 1, 16))
+    known = {(name, str(key)) for name, key in asked}
+    asked.clear()
+    counts = [(1, 1, 1, 37), (1, 5, 200), (1,) * 7, (300, 3), (1, 1, 1, 1, 16), (7,)]
+    with runner.backend.compiler.compiling():
+        for number, one in enumerate(counts):
+            given = np.array(one, np.int32)
+            bounds = np.maximum(given, (1, 700, 2048)[number % 3])
+            plan = dummy_plan(runner, given, bounds, sum(count == 1 for count in one))
+            run_dummy(runner, plan, Variant(flags=NON_GREEDY if number % 2 else 0))
+    assert asked, "steps have asked"
+    more = {(name, str(key)) for name, key in asked} - known
+    assert not more, f"would be compiled while serving: {more}"
 
 
 def test_without_a_compiler_nothing_runs(asked) -> None:
