@@ -28,6 +28,10 @@ from .target import Target
 
 MERGED_AT_ONCE = 16  # a merge of few shares need not hold room for all 64
 
+PROGRAMS = 2  # prefill programs wanted a multiprocessor
+SHORT, SHORT_PROGRAMS = 64, 8  # of captured rows with so few queries times heads, so many
+STREAM_ARCH, STREAM_WIDTH, STREAM_ROWS = 90, 128, 128  # what ``attention_stream`` is made for
+
 WORKSPACE = 32 << 20  # parts of split rows, and what arrives of them
 
 
@@ -73,6 +77,7 @@ class TritonAttention:
     programs_wanted = 4  # decode programs a multiprocessor, where keys suffice
     decode_tiles: Tiles | None = None  # instead of the table's, to measure
     prefill_tiles: Tiles | None = None
+    streamed = True  # long prompts by bulk copies where these can bring the cache; False only to measure
 
     def __init__(self, spec: AttentionSpec, target: Target) -> None:
         self.spec, self.target = spec, target
@@ -80,6 +85,7 @@ class TritonAttention:
         self.early = target.overlaps  # decode programs read lengths and tables before they wait
         self._arrivals: torch.Tensor | None = None
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
+        self._streams = streamable(spec, target)
         self._sizes: dict[str, Any] = {
             "D": spec.head_dim,
             "DV": spec.v_head_dim,
@@ -116,12 +122,15 @@ class TritonAttention:
         """As ``plan``: it holds the graph's own tensors, and its host bounds hold for every replay.
 
         Where rows may have several tokens, all rows take the prefill kernel, which finds them on the device: replays
-        may share the graph's tokens out over its rows as they like.
+        may share the graph's tokens out over its rows as they like. Most of a graph's rows may be padded then, and few
+        have many keys: short rows are cut into more shares than would fill the device if all were there.
         """
         tokens = batch.num_tokens
         if batch.max_query_len <= 1 or not tokens:
             return self.plan(batch)
-        return Plan(tokens=tokens, slots=batch.slots_dev, decode=None, prefill=self._prefill_part(batch, 0, 0, tokens))
+        short = batch.max_query_len * self._group <= SHORT
+        part = self._prefill_part(batch, 0, 0, tokens, SHORT_PROGRAMS if short else PROGRAMS)
+        return Plan(tokens=tokens, slots=batch.slots_dev, decode=None, prefill=part)
 
     def write(self, cache: CacheHandle, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         """Store k [T, num_kv_heads, head_dim] and v [T, num_kv_heads, v_head_dim], innermost contiguous."""
@@ -164,14 +173,15 @@ class TritonAttention:
             self._arrivals = torch.zeros(max(count, wanted), dtype=torch.int32, device=device)
         return self._arrivals
 
-    def _prefill_part(self, batch: AttentionBatch, first: int, base: int, tokens: int) -> Part:
+    def _prefill_part(self, batch: AttentionBatch, first: int, base: int, tokens: int, wanted: int = PROGRAMS) -> Part:
         """One program a multiprocessor fills it; shares only where a few short rows meet many keys."""
         rows = len(batch.query_start_host) - 1 - first
         tiles = self.prefill_tiles or prefill_tiles(self.spec, self.target, batch.max_query_len)
         programs = self._query_tiles(tokens, rows, tiles) * self.spec.num_kv_heads
         # Shares of fewer than four tiles would cost more than they give.
         most = self._most(batch, tiles, batch.max_query_len) // 4
-        splits = splits_of(programs, 2 * self.target.multiprocessors, most)
+        most = min(most, WORKSPACE // (10 * tokens * self.spec.num_heads * self.spec.v_head_dim))
+        splits = splits_of(programs, wanted * self.target.multiprocessors, most)
         return self._part(batch, first, rows, base, tokens, tiles, splits)
 
     def _most(self, batch: AttentionBatch, tiles: Tiles, queries: int) -> int:
@@ -263,6 +273,12 @@ class TritonAttention:
         keys, values = cache.parts  # type: ignore[attr-defined]
         tiles, direct = part.tiles, part.splits == 1
         count = self._query_tiles(part.tokens, part.rows, tiles)
+        if self.streamed and self._streams and direct and tiles.block_m == STREAM_ROWS and sinks is None:
+            from . import attention_stream as stream  # not everywhere: it needs Triton's Gluon
+
+            if stream.fits(keys) and stream.fits(values):
+                self._stream(part, out, q, (stream.boxes(keys), stream.boxes(values)), count, stream.prompt_kernel)
+                return
         prefill_kernel[(count, self.spec.num_kv_heads, part.splits)](
             out, out if direct else part.partial, out if direct else part.lse, q, keys, values, part.query_start,
             part.lengths, part.tables, q if sinks is None else sinks, part.rows, part.base, count,
@@ -273,6 +289,18 @@ class TritonAttention:
         )  # fmt: skip
         if not direct:
             self._merge(part, out[part.base :], sinks)
+
+    def _stream(
+        self, part: Part, out: torch.Tensor, q: torch.Tensor, boxes: tuple[Any, Any], count: int, kernel: Any
+    ) -> None:
+        """``boxes``: keys and values, described to the copy engine."""
+        ratios = [box.base.stride(0) // box.base.stride(1) for box in boxes]
+        kernel[(count, self.spec.num_kv_heads)](
+            out, q, *boxes, part.query_start, part.lengths, part.tables, part.rows, part.base, count,
+            part.tables.stride(0), q.stride(0), self.spec.scale, HEADS=self.spec.num_heads, GROUP=self._group,
+            BLOCK_Q=part.tiles.block_m // self._group, KEY_RATIO=ratios[0], VALUE_RATIO=ratios[1], STAGES=2,
+            OVERLAPS=self.target.overlaps, num_warps=4, **self.target.options,
+        )  # fmt: skip
 
     def _merge(self, part: Part, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         merge_kernel[(part.tokens, self.spec.num_heads)](
@@ -286,6 +314,14 @@ class TritonAttention:
 def shares_of(part: Part, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return where shares of rows meet; any tensor where there is one a row."""
     return (out, out, out) if part.splits == 1 else (part.partial, part.lse, part.arrivals)
+
+
+def streamable(spec: AttentionSpec, target: Target) -> bool:
+    """Whether the kernel of bulk copies serves a spec: plain causal attention with heads of 128."""
+    plain = spec.causal and spec.window is None and spec.soft_cap is None and spec.dtype in ("bfloat16", "float16")
+    sizes = spec.head_dim == spec.v_head_dim == STREAM_WIDTH and spec.num_heads // spec.num_kv_heads <= STREAM_ROWS
+    same = all(part.dtype == spec.dtype for part in spec.layout.spec.parts)
+    return target.arch == STREAM_ARCH and plain and sizes and same
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,6 @@ def prefill_kernel(
     lane = tl.arange(0, BLOCK_M)
     heads, columns = kv_head * GROUP + lane % GROUP, tl.arange(0, D_PAD)
     wait_for_earlier(OVERLAPS)
-
     row = row_of_tile(query_start, tile, rows, base, BLOCK_Q)
     row_begin, row_end = tl.load(query_start + row), tl.load(query_start + row + 1)
     begin_token = row_begin + (tile - (row_begin - base) // BLOCK_Q - row) * BLOCK_Q

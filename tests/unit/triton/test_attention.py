@@ -203,6 +203,23 @@ def test_captured_plan_of_several_tokens_serves_other_rows():
         torch.testing.assert_close(fast.forward(q, cache, plan), want, rtol=1e-5, atol=1e-5)
 
 
+def test_captured_short_chunks_are_cut_for_the_few_rows_that_may_be_there():
+    """Eight rows of 16 tokens are captured, one has many keys; shares of short rows leave no sums, and none is read."""
+    where, source = place(), Source("float32", 9)
+    spec = cases.make_spec(where, shape(heads=2, kv_heads=1), "float32")
+    rows = cases.make_rows(((700, 4), (4, 4), (4, 4), (4, 4)), 16, 0, source.random)
+    batch = replace(cases.make_batch(where, rows, "int32"), max_length_bound=4096)
+    fast, reference = provided(spec, replace(INTERPRETER, multiprocessors=8)), REF.make(spec)
+    plan = fast.plan_for_capture(batch)
+    assert plan.prefill.splits == 8 > fast.plan(batch).prefill.splits
+    cache = where.storage.allocate(spec.layout, rows.num_blocks)
+    cache.write(torch.arange(rows.num_blocks * 16), [source.normal(rows.num_blocks * 16, 1, 16) for _ in range(2)])
+    q = source.normal(16, 2, 16)
+    want = reference.forward(q, cache, reference.plan(batch))
+    torch.testing.assert_close(fast.forward(q, cache, plan), want, rtol=1e-5, atol=1e-5)
+    assert plan.prefill.partial[4:, :, 1:].isnan().all(), "a share without keys was written"
+
+
 def fp8_spec(where, dtype="bfloat16"):
     spec = cases.make_spec(where, shape(), dtype)
     parts = tuple(replace(part, dtype="float8_e4m3fn") for part in spec.layout.spec.parts)
