@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from device_engine import brief, commit_of, measured_rates
 from device_models import TITLES, config_of, write_model
 
@@ -75,6 +76,11 @@ class Server:
             except OSError:
                 time.sleep(0.05)
         raise RuntimeError("the server is not ready")
+
+    def busy_seconds(self) -> float:
+        """Processor time of the process that speaks HTTP, without the loop's."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
 
     def close(self) -> None:
         """Tell it to stop, and wait."""
@@ -187,7 +193,12 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     offline = args.offline or offline_rate(model, args, load)
     server = Server(model, args)
     try:
-        passes = [one_pass(server.port, load, vocabulary, seed, args.clients) for seed in range(args.passes + 1)]
+        passes = []
+        for seed in range(args.passes + 1):
+            busy = server.busy_seconds()
+            found = one_pass(server.port, load, vocabulary, seed, args.clients)
+            used = (server.busy_seconds() - busy) / (load[0] * load[2])
+            passes.append({**found, "http_process_us_per_token": used * 1e6})
     finally:
         server.close()
     rate = statistics.median(one["output_tokens_per_s"] for one in passes[1:])

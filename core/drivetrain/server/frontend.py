@@ -64,6 +64,9 @@ class Reply:
         self._not_accepted = num_choices
         self._deltas: deque[Delta] = deque()
         self._wake = asyncio.Event()
+        self._quiet = False  # the reader has waited for as long as it wanted to
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._refusal: DrivetrainError | None = None
         self._abandoned = False
 
@@ -110,6 +113,9 @@ class Reply:
         """Note that nobody reads on; a reader that waits is woken and finds ``done``."""
         self._abandoned = True
         self._wake.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def accepted(self) -> None:
         """Wait until the loop has taken the job. Raises why it was refused, or why there is no loop any more."""
@@ -121,16 +127,29 @@ class Reply:
 
     async def next(self, timeout: float | None = None) -> list[Delta]:
         """Return all that came since, at least one delta; empty when done or after ``timeout`` seconds."""
-        try:
-            async with asyncio.timeout(timeout):
-                while not self._deltas and not self.done:
-                    self._wake.clear()
-                    await self._wake.wait()
-        except TimeoutError:
-            return []
+        self._quiet = False
+        while not (self._deltas or self._quiet or self.done):
+            if timeout is not None:
+                self._wait_until(timeout)
+            self._wake.clear()
+            await self._wake.wait()
         deltas = list(self._deltas)
         self._deltas.clear()
         return [] if self._abandoned else deltas
+
+    def _wait_until(self, timeout: float) -> None:
+        """Wake the reader after so many seconds from now: one timer for many waits, set anew if it comes too early."""
+        loop = asyncio.get_running_loop()
+        self._until = loop.time() + timeout
+        if self._timer is None:
+            self._timer = loop.call_later(timeout, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        left = self._until - loop.time()
+        self._timer = loop.call_later(left, self._ring, loop) if left > 0 else None
+        if self._timer is None:
+            self._quiet = True
+            self._wake.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -270,14 +289,18 @@ class FrontEnd:
         ids = np.frombuffer(outputs.request_ids, np.int64).tolist()
         counts = np.frombuffer(outputs.counts, np.int32).tolist()
         stopped: list[int] = []
-        end = 0
+        end = taken = 0
         for request_id, count in zip(ids, counts, strict=True):
             begin, end = end, end + count
             sequence = self._held.get(request_id)
             if sequence is None or not count:
                 continue
+            before = sequence.assembly.num_tokens
             if self._take_tokens(sequence, tokens[begin:end], reports.get(request_id, [])):
                 stopped.append(request_id)
+            taken += sequence.assembly.num_tokens - before
+        if taken:
+            self.metrics.generated_tokens.inc(taken)
         if stopped:
             self.supervisor.send(Abort(tuple(stopped)))
         for one in outputs.finished:
@@ -286,11 +309,9 @@ class FrontEnd:
     def _take_tokens(self, sequence: Sequence, tokens: list[int], reports: list[TokenLogprobs]) -> bool:
         """Give a sequence its tokens. Returns whether a stop string ended it."""
         assembly, reply = sequence.assembly, sequence.reply
-        before = assembly.num_tokens
-        if reply.arrival and not before and reply.completion_tokens == 0:
+        if not assembly.num_tokens and reply.arrival and reply.completion_tokens == 0:
             self.metrics.time_to_first_token.observe(time.monotonic() - reply.arrival)
         delta = assembly.take(tokens, reports)
-        self.metrics.generated_tokens.inc(assembly.num_tokens - before)
         if delta is not None:
             reply.push(delta)
         if not assembly.finished:

@@ -15,6 +15,7 @@ from drivetrain.server.assembly import Delta
 from drivetrain.server.frontend import Reply
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+MARK = "\0"  # stands for a chunk's text while its frame is made
 Reports = Sequence[tuple[int, TokenLogprobs]]
 TokenBytes = Callable[[int], bytes]
 
@@ -76,6 +77,16 @@ class Head:
             "model": model,
         }
         self._usage = usage
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def text(self, index: int, choice: dict[str, Any], text: str, suffix: str = "") -> bytes:
+        """Return the chunk of one choice with nothing but text, which stands where ``choice`` has ``MARK``: all
+        the rest of it is written once for each index."""
+        frame = self._frames.get(index)
+        if frame is None:
+            before, _, after = self.chunk([choice | {"index": index}], suffix).rpartition(msgspec.json.encode(MARK))
+            frame = self._frames[index] = (before, after)
+        return frame[0] + msgspec.json.encode(text) + frame[1]
 
     def chunk(self, choices: list[dict[str, Any]], suffix: str = "") -> bytes:
         """Return a chunk; ``usage`` is null in all but the last where usage was asked for."""
@@ -86,6 +97,15 @@ class Head:
         """Return a chunk or a whole answer that has usage."""
         content = self._fields | {"object": self._kind + suffix, "choices": choices}
         return msgspec.json.encode(content | {"usage": usage_of(reply)})
+
+
+TEXT_CHAT = {"index": 0, "delta": {"content": MARK}, "logprobs": None, "finish_reason": None}
+TEXT_COMPLETION = {"index": 0, "text": MARK, "logprobs": None, "finish_reason": None}
+
+
+def plain(delta: Delta, wanted: Wanted) -> bool:
+    """Return whether a delta's chunk has nothing but text."""
+    return delta.finish is None and not delta.logprobs and not wanted.token_ids
 
 
 class ChatForm:
@@ -102,6 +122,8 @@ class ChatForm:
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the chunk of one delta."""
+        if plain(delta, self._wanted) and delta.text:
+            return self._head.text(delta.index, TEXT_CHAT, delta.text, ".chunk")
         content = {"content": delta.text} if delta.text else {}
         return self._chunk(delta.index, content, delta)
 
@@ -168,6 +190,8 @@ class CompletionForm:
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the chunk of one delta."""
+        if plain(delta, self._wanted):
+            return self._head.text(delta.index, TEXT_COMPLETION, delta.text)
         return self._chunk(delta.index, delta.text, delta)
 
     def _chunk(self, index: int, text: str, delta: Delta | None = None) -> bytes:

@@ -23,7 +23,8 @@ class IncrementalDetokenizer:
     def add(self, ids: Sequence[int]) -> str:
         """Return the text that became certain."""
         piece, skip = self._tokenizer.piece, self._skip
-        return self._begin(self._utf8.decode(b"".join([piece(token) for token in ids if token not in skip])))
+        text = self._utf8.decode(b"".join([piece(token) for token in ids if token not in skip]))
+        return self._begin(text) if self._strip else text
 
     def finish(self) -> str:
         """Return what is left: U+FFFD where the tokens end within a character."""
