@@ -120,7 +120,7 @@ def jobs_of(models: list[str], rows_list: list[int]) -> list[tuple[str, int, Til
     for model in models:
         for rows in rows_list:
             for name in (f"{model}.{one}" for one in ("qkv", "out", "gate_up", "down")):
-                if rows <= most_small_rows(*SHAPES[name][:2]):
+                if rows <= most_small_rows(*SHAPES[name][:2], 90, 2):
                     found.append((name, rows, None, False))
             for entry in ENTRIES:
                 for tiles in tried(model, rows):

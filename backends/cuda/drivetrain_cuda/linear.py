@@ -23,7 +23,7 @@ class DeviceLinear:
 
     def __init__(self, spec: LinearSpec, target: Target) -> None:
         self._spec, self._target = spec, target
-        self._most = most_small_rows(spec.out_features, spec.in_features)
+        self._most = most_small_rows(spec.out_features, spec.in_features, target.arch, dtype_bytes(spec.dtype))
         self._wide = spec.role == "lm_head" and spec.dtype in WIDE_HEADS
         self._dtype = torch.float32 if self._wide else getattr(torch, spec.dtype)
 

@@ -71,7 +71,9 @@ class Providers:
         linear = rest[0] if rest else None
         if not isinstance(linear, LinearSpec) or linear.dtype != norm.dtype or linear.in_features != norm.size:
             return None
-        most = table.most_normed_rows(linear.out_features, linear.in_features, dtype_bytes(linear.dtype))
+        most = table.most_normed_rows(
+            linear.out_features, linear.in_features, self.target.arch, dtype_bytes(linear.dtype)
+        )
         after = self._linear(linear) if len(rest) == 1 else self.fuse(rest)
         alone = after.provided if isinstance(after, Fused) else after
         if most == 0 or linear.role == "lm_head" or not isinstance(alone, Provided):

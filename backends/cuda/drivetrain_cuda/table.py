@@ -3,29 +3,30 @@
 
 from __future__ import annotations
 
-from drivetrain_triton.linear_normed_tiles import most_rows
+from drivetrain_triton import linear_normed_tiles, linear_tiles
 
 LARGE = 1 << 24  # elements of a weight whose reading outlasts a launch many times
 SHORT_ROWS = 8
 MOST_OUTS = 1 << 18  # what the kernels' scratch holds in every dtype
 SHORT_NORMED, LONGEST_NORMED = 2048, 4096  # elements of a row
-HEAD = (151936, 1024)  # 4 to 9 % faster up to eight rows
 
 
-def most_small_rows(outs: int, ins: int) -> int:
+def most_small_rows(outs: int, ins: int, arch: int, item_bytes: int) -> int:
     """Return the most rows of x for which the small-batch kernel is taken."""
     if outs > MOST_OUTS:
         return 1
-    if (outs, ins) == HEAD:
-        return SHORT_ROWS
-    return 1 if outs * ins >= LARGE else SHORT_ROWS
+    most = linear_tiles.most_rows(arch, item_bytes, ins)
+    if linear_tiles.streams(arch, item_bytes, ins):
+        return most
+    return 1 if outs * ins >= LARGE else min(SHORT_ROWS, most)
 
 
-def most_normed_rows(outs: int, ins: int, item_bytes: int) -> int:
+def most_normed_rows(outs: int, ins: int, arch: int, item_bytes: int) -> int:
     """Return the most rows for which the norm before a product is done inside it; 0: never.
 
     Every program norms the rows anew, which pays while they are short. Not measured yet.
     """
     if ins > LONGEST_NORMED:
         return 0
-    return min(most_small_rows(outs, ins), most_rows(item_bytes, ins), SHORT_ROWS if ins <= SHORT_NORMED else 4)
+    most = min(most_small_rows(outs, ins, arch, item_bytes), linear_normed_tiles.most_rows(item_bytes, ins))
+    return min(most, SHORT_ROWS if ins <= SHORT_NORMED else 4)

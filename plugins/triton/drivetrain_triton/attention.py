@@ -86,6 +86,7 @@ class TritonAttention:
         self._arrivals: torch.Tensor | None = None
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
         self._streams = streamable(spec, target)
+        self._boxes: dict[Any, tuple[Any, Any] | None] = {}
         self._sizes: dict[str, Any] = {
             "D": spec.head_dim,
             "DV": spec.v_head_dim,
@@ -274,10 +275,9 @@ class TritonAttention:
         tiles, direct = part.tiles, part.splits == 1
         count = self._query_tiles(part.tokens, part.rows, tiles)
         if self.streamed and self._streams and direct and tiles.block_m == STREAM_ROWS and sinks is None:
-            from . import attention_stream as stream  # not everywhere: it needs Triton's Gluon
-
-            if stream.fits(keys) and stream.fits(values):
-                self._stream(part, out, q, (stream.boxes(keys), stream.boxes(values)), count, stream.prompt_kernel)
+            boxes = self._described(keys, values)
+            if boxes is not None:
+                self._stream(part, out, q, boxes, count)
                 return
         prefill_kernel[(count, self.spec.num_kv_heads, part.splits)](
             out, out if direct else part.partial, out if direct else part.lse, q, keys, values, part.query_start,
@@ -290,12 +290,21 @@ class TritonAttention:
         if not direct:
             self._merge(part, out[part.base :], sinks)
 
-    def _stream(
-        self, part: Part, out: torch.Tensor, q: torch.Tensor, boxes: tuple[Any, Any], count: int, kernel: Any
-    ) -> None:
-        """``boxes``: keys and values, described to the copy engine."""
+    def _described(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any] | None:
+        """Describe a layer's cache to the copy engine, once; None where it can't bring it."""
+        key = (keys.data_ptr(), values.data_ptr(), keys.shape, keys.stride(), values.shape, values.stride())
+        if key not in self._boxes:
+            from . import attention_stream as stream  # not everywhere: it needs Triton's Gluon
+
+            able = stream.fits(keys) and stream.fits(values)
+            self._boxes[key] = (stream.boxes(keys), stream.boxes(values)) if able else None
+        return self._boxes[key]
+
+    def _stream(self, part: Part, out: torch.Tensor, q: torch.Tensor, boxes: tuple[Any, Any], count: int) -> None:
+        from .attention_stream import prompt_kernel
+
         ratios = [box.base.stride(0) // box.base.stride(1) for box in boxes]
-        kernel[(count, self.spec.num_kv_heads)](
+        prompt_kernel[(count, self.spec.num_kv_heads)](
             out, q, *boxes, part.query_start, part.lengths, part.tables, part.rows, part.base, count,
             part.tables.stride(0), q.stride(0), self.spec.scale, HEADS=self.spec.num_heads, GROUP=self._group,
             BLOCK_Q=part.tiles.block_m // self._group, KEY_RATIO=ratios[0], VALUE_RATIO=ratios[1], STAGES=2,
