@@ -1,6 +1,6 @@
 """Paged attention on a device: checked against float64, then timed in graphs over caches larger than its L2.
 
-python ci/perf/device_attention.py --json FILE [--only whole,check,decode,carveout,prefill,rotate] [--shapes A,C]
+python ci/perf/device_attention.py --json FILE [--only whole,chunk,check,decode,carveout,prefill,rotate] [--shapes A,C]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,6 +45,7 @@ from attention_cases import (
 )
 
 from drivetrain_api.v1 import AttentionSpec, RmsNormSpec, RopeSpec
+from drivetrain_triton import attention as attention_module
 from drivetrain_triton.attention import TritonAttention
 from drivetrain_triton.attention_choice import Tiles, prefill_tiles
 from drivetrain_triton.attention_decode import decode_kernel
@@ -232,7 +234,33 @@ def time_rotate(shape: str, pool: Tensor, results: list[dict]) -> None:
         print(f"{tokens:6d} {seconds * 1e6:8.2f} {moved / seconds / 1e12:6.2f} {error:.1e}", flush=True)
 
 
+def time_chunk(shape: str, pool: Tensor, results: list[dict]) -> None:
+    """Captured steps of 8 rows and 128 tokens: one row's last 16 after many cached keys, or eight prompts of 16."""
+    spec = spec_of(*SHAPES[shape])
+    print(f"\n{shape} captured chunks, us (shares) by programs wanted a multiprocessor: 2, 4, 8, 16, 32")
+    kept = attention_module.SHORT_PROGRAMS
+    for length, rows in ((4112, [(4112, 16), (0, 112)]), (208, [(208, 16), (0, 112)]), (16, [(16, 16)] * 8)):
+        batch, blocks = batch_of([*rows, *[(0, 0)] * (8 - len(rows))])
+        batch = replace(batch, max_query_len=16, max_length_bound=8192)
+        layers = layers_of(spec, pool, blocks)
+        q = torch.randn(batch.num_tokens, spec.num_heads, spec.head_dim, device=device, dtype=torch.bfloat16)
+        cells, first = [], None
+        for wanted in (2, 4, 8, 16, 32):
+            attention_module.SHORT_PROGRAMS = wanted
+            attention = TritonAttention(spec, target())
+            plan = attention.plan_for_capture(batch)
+            seconds, out = graph_time([partial(attention.forward, q, cache, plan) for cache in layers])
+            first = out if first is None else first
+            ok = bool((out.float() - first.float()).norm() <= 6e-3 * first.float().norm())
+            point = {"shape": shape, "chunk": length, "wanted": wanted, "splits": plan.prefill.splits}
+            results.append(point | {"us": seconds * 1e6, "ok": ok})
+            cells.append(f"{seconds * 1e6:7.1f} ({plan.prefill.splits:2d}){'' if ok else '!'}")
+        print(f"{length:6d}  " + "  ".join(cells), flush=True)
+    attention_module.SHORT_PROGRAMS = kept
+
+
 MEASURES = {
+    "chunk": time_chunk,
     "whole": time_whole,
     "decode": time_decode,
     "carveout": time_carveout,
