@@ -22,6 +22,7 @@ from drivetrain.runner.rows import (
     RowTables,
     TableShape,
 )
+from drivetrain.runner.staging import Pack, StagingRing
 from drivetrain.sched.plan import RowStart, StepPlan
 from tests.unit.runner.devices import host
 
@@ -122,3 +123,22 @@ def test_the_second_graph_draws_for_greedy_rows_only() -> None:
     for facts in (NON_GREEDY, LOGPROBS, DRAFTS, NON_GREEDY | LOGPROBS, LOGPROBS | DELTA, DRAFTS | POOLING):
         assert not with_graph.draws(facts)
     assert not captured(None).draws(0)
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_start_sets_every_field_of_its_row_and_of_no_other(chunk: int, drafts: int) -> None:
+    made = tables(max_drafts=drafts, chunk=chunk)
+    first = replace(
+        GREEDY, row=1, computed=7, temperature=0.5, top_p=0.25, min_p=0.125, top_k=3, sample_index=2,
+        position_delta=-4, seed=-(1 << 62) + 5, last_token=9,
+    )  # fmt: skip
+    pack = Pack()
+    made.pack(plan(replace(first, seed=1, computed=1), first, replace(GREEDY, row=3, seed=1 << 40)), (0,), pack)
+    ring = StagingRing(host().device, 2, 256)
+    made.apply(pack.upload(ring, host().device))
+    assert made.computed.tolist() == [0, 7, 0, 0, 0]
+    assert made.floats.tolist() == [[0, 0.5, 0, 0, 0], [1, 0.25, 1, 1, 1], [0, 0.125, 0, 0, 0]]
+    assert made.ints.tolist() == [[0, 3, 0, 0, 0], [0, 2, 0, 0, 0], [0, -4, 0, 0, 0]]
+    assert made.seeds.tolist() == [0, -(1 << 62) + 5, 0, 1 << 40, 0]
+    assert made.last_tokens[:, 0].tolist() == [0, 9, 0, 0, 0] and not made.last_tokens[:, 1:].any()
