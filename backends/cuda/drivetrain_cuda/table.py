@@ -24,9 +24,12 @@ def most_small_rows(outs: int, ins: int, arch: int, item_bytes: int) -> int:
 def most_normed_rows(outs: int, ins: int, arch: int, item_bytes: int) -> int:
     """Return the most rows for which the norm before a product is done inside it; 0: never.
 
-    Every program norms the rows anew, which pays while they are short. Not measured yet.
+    Every program norms the rows anew, which pays while they are short and the product's time is near a launch's. Not
+    measured yet.
     """
     if ins > LONGEST_NORMED:
         return 0
+    if outs * ins >= LARGE:
+        return 1
     most = min(most_small_rows(outs, ins, arch, item_bytes), linear_normed_tiles.most_rows(item_bytes, ins))
     return min(most, SHORT_ROWS if ins <= SHORT_NORMED else 4)
