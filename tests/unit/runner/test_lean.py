@@ -70,7 +70,7 @@ def let_capture(request: MemoryRequest, monkeypatch, graph: str) -> None:
         (0, ShapePolicy(), "one_token", 2 * 6, 6, 6),
         (3, ShapePolicy(), "one_token", 2, 6, 6),
         (1, ShapePolicy(), "any", 1, 6, 6),
-        (0, ShapePolicy(), "any", 2 * 6 + 2, 6, 32),  # of 48 tokens a step
+        (0, ShapePolicy(), "any", 2 * (6 + 2), 8, 32),  # of 48 tokens a step, of small ones seven rows and the padding
         (0, ShapePolicy(tokens=(4, 8, 48), rows=(4, 8), blocks_per_row=(2, 4, 16), pad_token=0), "any", 2 * 2, 8, 8),
         (0, ShapePolicy(), "never", 0, 0, 0),
     ],
