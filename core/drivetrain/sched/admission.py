@@ -102,9 +102,12 @@ def open_row(state: SchedulerState, request: Request, hit: int, upto: int) -> bo
 
 
 def goes_on(state: SchedulerState, request: Request, computed: int) -> bool:
-    """Return whether a request's first step can be that of a decode row: one token is left, and it is plain text."""
-    asked = request.asked
-    rare = asked.pooling or request.grammar or state.config.max_drafts or state.cache.recurrent
+    """Return whether a request's first step can be that of a decode row: one token is left, and it is plain text.
+
+    With fixed chunks it is a chunk as it would be had nothing been cached, so that its values are the same.
+    """
+    asked, config = request.asked, state.config
+    rare = asked.pooling or request.grammar or config.max_drafts or config.fixed_chunk or state.cache.recurrent
     return computed + 1 == len(request.tokens) and not rare and asked.embeds is None and asked.positions is None
 
 

@@ -83,6 +83,15 @@ def test_who_needs_more_than_ids_stays_a_prompt(fields) -> None:
     assert all(start.last_token == -1 for plan in runner.plans for start in plan.starts)
 
 
+def test_with_fixed_chunks_one_token_left_stays_a_chunk() -> None:
+    loop, runner = setup(1, **PLAIN, fixed_chunk=32)
+    for number in range(2):
+        loop.submit(ask(number, prompt(65), 2))
+        run(loop)
+    assert starts_of(runner)[1] == 64
+    assert all(start.last_token == -1 for plan in runner.plans for start in plan.starts)
+
+
 def test_a_failed_step_takes_the_name_of_the_block_along() -> None:
     scheduler, _ = make(**PLAIN, max_num_batched_tokens=64)
     scheduler.add(ask(0, prompt(64), 1))
