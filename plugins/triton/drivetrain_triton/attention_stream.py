@@ -194,7 +194,10 @@ def take(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end
 
 
 @kernel
-@gluon.jit(do_not_specialize=["table_stride", "rows", "base", "tiles"])
+@gluon.jit(
+    do_not_specialize=["table_stride", "rows", "base", "tiles"],
+    do_not_specialize_on_alignment=["query_start", "lengths", "tables"],  # they begin behind any number of decode rows
+)
 def prompt_kernel(
     out,
     q,

@@ -37,7 +37,7 @@ SIZES = {
     "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 128,
     "max_position_embeddings": 2048,
 }
 CARD = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=232448, overlaps=True)
@@ -109,7 +109,7 @@ def test_steps_of_other_sizes_need_nothing_more(asked) -> None:
     compile_ahead(runner, step_limits(runner.backend.shapes, 1, 16))
     known = {(name, str(key)) for name, key in asked}
     asked.clear()
-    counts = [(1, 1, 1, 37), (1, 5, 200), (1,) * 7, (300, 3), (1, 1, 1, 1, 16), (7,)]
+    counts = [(1, 1, 1, 37), (1, 5, 200), (1,) * 7, (300, 3), (1, 1, 1, 1, 16), (7,), (1, 511)]
     with runner.backend.compiler.compiling():
         for number, one in enumerate(counts):
             given = np.array(one, np.int32)
