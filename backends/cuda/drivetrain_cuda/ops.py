@@ -16,7 +16,6 @@ from drivetrain_api.v1 import (
     OpSpec,
     OpTraits,
     Provided,
-    dtype_bytes,
 )
 from drivetrain_triton.attention import provide_attention
 from drivetrain_triton.attention_rotate import fuse_rotate
@@ -71,9 +70,7 @@ class Providers:
         linear = rest[0] if rest else None
         if not isinstance(linear, LinearSpec) or linear.dtype != norm.dtype or linear.in_features != norm.size:
             return None
-        most = table.most_normed_rows(
-            linear.out_features, linear.in_features, self.target.arch, dtype_bytes(linear.dtype)
-        )
+        most = table.most_normed_rows(linear.out_features, linear.in_features)
         after = self._linear(linear) if len(rest) == 1 else self.fuse(rest)
         alone = after.provided if isinstance(after, Fused) else after
         if most == 0 or linear.role == "lm_head" or not isinstance(alone, Provided):

@@ -8,7 +8,7 @@ from drivetrain_triton import linear_normed_tiles, linear_tiles
 LARGE = 1 << 24  # elements of a weight whose reading outlasts a launch many times
 SHORT_ROWS = 8
 MOST_OUTS = 1 << 18  # what the kernels' scratch holds in every dtype
-SHORT_NORMED, LONGEST_NORMED = 2048, 4096  # elements of a row
+LONGEST_NORMED, SMALL = 4096, 1 << 22  # elements of a row, and of a weight
 
 
 def most_small_rows(outs: int, ins: int, arch: int, item_bytes: int) -> int:
@@ -21,15 +21,12 @@ def most_small_rows(outs: int, ins: int, arch: int, item_bytes: int) -> int:
     return 1 if outs * ins >= LARGE else min(SHORT_ROWS, most)
 
 
-def most_normed_rows(outs: int, ins: int, arch: int, item_bytes: int) -> int:
+def most_normed_rows(outs: int, ins: int) -> int:
     """Return the most rows for which the norm before a product is done inside it; 0: never.
 
-    Every program norms the rows anew, which pays while they are short and the product's time is near a launch's. Not
-    measured yet.
+    Every program norms the rows anew, which pays while they are few and short: for one row of up to 4,096 elements, and
+    for two where the weight is small too (``ci/perf/device_normed.py``).
     """
     if ins > LONGEST_NORMED:
         return 0
-    if outs * ins >= LARGE:
-        return 1
-    most = min(most_small_rows(outs, ins, arch, item_bytes), linear_normed_tiles.most_rows(item_bytes, ins))
-    return min(most, SHORT_ROWS if ins <= SHORT_NORMED else 4)
+    return min(2 if outs * ins <= SMALL else 1, linear_normed_tiles.most_rows(ins))

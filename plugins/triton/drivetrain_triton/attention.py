@@ -115,7 +115,7 @@ class TritonAttention:
         return Plan(
             tokens=tokens,
             slots=batch.slots_dev,
-            decode=self._decode_part(batch, base) if base else None,
+            decode=self._decode_part(batch, base, tokens == base) if base else None,
             prefill=self._prefill_part(batch, first, base, tokens - base) if tokens > base else None,
         )
 
@@ -159,10 +159,10 @@ class TritonAttention:
             self._prefill(plan.prefill, out, q, cache, sinks)
         return out
 
-    def _decode_part(self, batch: AttentionBatch, rows: int) -> Part:
+    def _decode_part(self, batch: AttentionBatch, rows: int, alone: bool) -> Part:
         """Cut rows until ``programs_wanted`` run. Rows beyond the tokens are padded ones without a token."""
         programs, wanted = rows * self.spec.num_kv_heads, self.programs_wanted * self.target.multiprocessors
-        tiles = self.decode_tiles or decode_tiles(self.spec, self.target, programs)
+        tiles = self.decode_tiles or decode_tiles(self.spec, self.target, programs, alone)
         splits = splits_of(programs, wanted, self._most(batch, tiles, 1))
         arrivals = self._counters(programs, batch.lengths_dev.device) if splits > 1 else None
         return self._part(batch, 0, rows, 0, rows, tiles, splits, arrivals)

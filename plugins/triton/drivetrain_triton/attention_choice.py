@@ -11,7 +11,7 @@ from .target import Target
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SPLITS = 64
 MAX_HEAD_DIM = 256
-FEW = 2  # up to so many decode programs (of one share) a multiprocessor, each goes ahead
+FEW = 4  # decode programs (of one share) are few while there are so many multiprocessors for each
 WAVES = 8  # beyond so many decode programs a multiprocessor, small ones
 FP8, FP8_ARCH = "float8_e4m3fn", 89
 
@@ -41,22 +41,26 @@ def padded(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def decode_tiles(spec: AttentionSpec, target: Target, programs: int) -> Tiles:
-    """Tiles of decode kernels by how many ``programs`` there are, one a row and KV head.
+def decode_tiles(spec: AttentionSpec, target: Target, programs: int, alone: bool) -> Tiles:
+    """Tiles of decode kernels by how many ``programs`` there are, one a row and KV head; ``alone``: no prompts beside.
 
     Several programs share a multiprocessor, so that one loads while another computes: the bytes in flight of all of
-    them must cover the memory's latency (about 32 KB a multiprocessor). Where one wave holds all programs, 64 keys and
-    four warps; two stages leave shared memory for four programs, and three were slower at every point measured but the
-    shortest. Where they come in several waves, small programs leave less of the last one empty. Where there are few,
-    what is slow is the way to the first key, and registers suffice for going ahead.
+    them must cover the memory's latency (about 32 KB a multiprocessor). Alone, one kernel does all from the product on,
+    and what is slow is the way to its first keys: its programs go ahead. Few of them take four warps; where there are
+    enough to share a multiprocessor, two; where they come in several waves, one and short tiles, which leave less of
+    the last wave empty. Measured by ``ci/perf/device_attention.py`` with heads of 128.
     """
     width = (padded(spec.head_dim) + padded(spec.v_head_dim)) * dtype_bytes(spec.dtype)
     block_m = max(16, power_of_two(spec.num_heads // spec.num_kv_heads))
-    if programs > WAVES * target.multiprocessors and width <= 512:
-        return fitted(Tiles(block_m, 32, 2, 3), spec, target)
-    if programs <= FEW * target.multiprocessors and width <= 512:
-        return fitted(Tiles(block_m, 32, 4, 3, ahead=True), spec, target)
-    return fitted(Tiles(block_m, 64 if width <= 512 else 32, 4, 2), spec, target)
+    if width > 512:
+        return fitted(Tiles(block_m, 32, 4, 2), spec, target)
+    waves = programs > WAVES * target.multiprocessors
+    if not alone:
+        return fitted(Tiles(block_m, 32, 2, 3) if waves else Tiles(block_m, 64, 4, 2), spec, target)
+    if waves:
+        return fitted(Tiles(block_m, 16, 1, 3, ahead=True), spec, target)
+    warps = 4 if programs * FEW <= target.multiprocessors else 2
+    return fitted(Tiles(block_m, 32, warps, 3, ahead=True), spec, target)
 
 
 def prefill_tiles(spec: AttentionSpec, target: Target, max_query_len: int) -> Tiles:

@@ -9,7 +9,6 @@ import torch
 
 from drivetrain_api.v1 import AddRmsNormSpec
 from drivetrain_triton.linear import KINDS, Call
-from drivetrain_triton.linear_normed_fragments import normed_fragment_products
 from drivetrain_triton.linear_normed_rows import normed_row_products
 from drivetrain_triton.linear_normed_tiles import choose, fits, power
 from drivetrain_triton.linear_tiles import Tiles
@@ -40,9 +39,7 @@ def settings(
     options |= {"HAS_BIAS": has_bias, "KIND": kind, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
     options |= {"EVEN_K": norm.size % tiles.block_k == 0, "OVERLAPS": target.overlaps}
     options |= {"num_warps": tiles.warps, **target.options}
-    if tiles.way == "rows":
-        return options | {"ROWS": tiles.block_m, "WHOLE": power(norm.size)}
-    return options | {"BLOCK_M": tiles.block_m, "WARPS": tiles.warps, "ONE_STEP": norm.size <= tiles.block_k}
+    return options | {"ROWS": tiles.block_m, "WHOLE": power(norm.size)}
 
 
 def normed_call(given: Normed, target: Target, tiles: Tiles) -> Call:
@@ -54,9 +51,7 @@ def normed_call(given: Normed, target: Target, tiles: Tiles) -> Call:
     tensors = (x, other, scale, weight, weight if bias is None else bias, out, total)
     sizes = (rows, out.shape[1], inputs, x.stride(0), other.stride(0))
     programs = -(-weight.shape[0] // tiles.block_n) + 1  # the last one stores the sums
-    if tiles.way == "rows":
-        return Call(normed_row_products, (programs,), (*tensors, *sizes), options)
-    return Call(normed_fragment_products, (programs, -(-rows // tiles.block_m)), (*tensors, *sizes), options)
+    return Call(normed_row_products, (programs,), (*tensors, *sizes), options)
 
 
 def normed_linear(
@@ -80,7 +75,7 @@ def normed_linear(
     outputs = weight.shape[0]
     if tiles is None:
         tiles = choose(rows, outputs, inputs, weight.element_size())
-    if not fits(tiles, rows, inputs, weight.element_size()):
+    if not fits(tiles, rows, inputs):
         raise ValueError(f"{tiles} do not fit {rows} rows of {outputs} x {inputs}")
     if x.stride(1) != 1:
         x = x.contiguous()

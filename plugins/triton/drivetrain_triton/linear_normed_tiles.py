@@ -4,44 +4,38 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from drivetrain_triton.linear_tiles import Tiles, bucket
+from drivetrain_triton.linear_tiles import Tiles
 
-MOST_ROWS, MOST_WIDE_ROWS = 8, 2  # of two bytes an element; of four, which matrix units do not take
-MOST_INPUTS = 8192  # elements of a row that a program of the ``rows`` way holds
-# (weight rows, inputs): {bucket of rows: tiles}, where a measurement says other than the rules below
-MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {}
+MOST_ROWS = 2
+MOST_INPUTS = 8192  # elements of a row that a program holds
+# (weight rows, inputs): {rows: tiles}, where a measurement says other than the rules below
+MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
+    (4096, 1024): {1: Tiles("rows", 1, 16, 1024, warps=8), 2: Tiles("rows", 2, 16, 1024, warps=8)},
+    (6144, 1024): {1: Tiles("rows", 1, 16, 1024, warps=8)},
+    (6144, 4096): {1: Tiles("rows", 1, 16, 512, warps=8)},
+    (28672, 4096): {1: Tiles("rows", 1, 4, 4096, warps=8)},
+}
 
 
 @lru_cache(maxsize=4096)
 def choose(rows: int, outputs: int, inputs: int, item_bytes: int = 2) -> Tiles:
     """Tiles for up to ``most_rows`` rows and weight [outputs, inputs]."""
-    size, whole = bucket(rows), power(inputs)
-    if item_bytes == 2 and size in MEASURED.get((outputs, inputs), {}):
-        return MEASURED[outputs, inputs][size]
-    if size > 2:
-        # A second step leaves registers for half as much of eight rows.
-        step = min(max(256, whole), 1024 if whole <= 1024 else 512)
-        return Tiles("fragments", 8, 16, step, warps=4)
+    whole = power(inputs)
+    if item_bytes == 2 and rows in MEASURED.get((outputs, inputs), {}):
+        return MEASURED[outputs, inputs][rows]
     if whole <= 1024:
-        return Tiles("rows", size, 8, whole)
-    return Tiles("rows", size, 4, min(whole, 8192 // item_bytes), warps=8)
+        return Tiles("rows", rows, 8, whole)
+    return Tiles("rows", rows, 4, min(whole, 8192 // item_bytes), warps=8)
 
 
-def most_rows(item_bytes: int, inputs: int) -> int:
-    """The most rows that the kernels take."""
-    if inputs > MOST_INPUTS:
-        return 0
-    return MOST_ROWS if item_bytes == 2 else MOST_WIDE_ROWS
+def most_rows(inputs: int) -> int:
+    """The most rows that the kernel takes."""
+    return MOST_ROWS if inputs <= MOST_INPUTS else 0
 
 
-def fits(tiles: Tiles, rows: int, inputs: int, item_bytes: int = 2) -> bool:
-    """Whether the kernels take these tiles."""
-    if not 0 < rows <= most_rows(item_bytes, inputs):
-        return False
-    if tiles.way == "rows":
-        return rows <= tiles.block_m <= 2 and tiles.block_k <= power(inputs)
-    sides = tiles.block_m % 8 == 0 and tiles.block_n % 16 == 0
-    return tiles.way == "fragments" and sides and tiles.block_k % (32 * tiles.warps) == 0
+def fits(tiles: Tiles, rows: int, inputs: int) -> bool:
+    """Whether the kernel takes these tiles."""
+    return 0 < rows <= tiles.block_m <= most_rows(inputs) and tiles.way == "rows" and tiles.block_k <= power(inputs)
 
 
 def power(value: int) -> int:

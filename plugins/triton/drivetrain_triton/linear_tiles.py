@@ -87,23 +87,21 @@ MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
     (1024, 2048): {
         1: Tiles("rows", 1, 2, 2048),
         2: Tiles("rows", 2, 2, 2048),
-        8: Tiles("stream", 8, 64, 256, shares=8, stages=3),
+        8: Tiles("stream", 8, 64, 512, shares=4, stages=2),
         16: Tiles("stream", 16, 64, 512, shares=4, stages=2),
         32: Tiles("stream", 16, 64, 512, shares=4, stages=2),
         64: Tiles("stream", 32, 64, 512, shares=4, stages=2),
     },
     (6144, 1024): {
         1: Tiles("rows", 1, 8, 512),
-        2: Tiles("rows", 2, 4, 1024),
-        8: Tiles("stream", 8, 64, 256, shares=1, stages=3),
+        8: Tiles("stream", 8, 64, 512, shares=1, stages=2),
         16: Tiles("stream", 16, 64, 512, shares=1, stages=2),
         32: Tiles("stream", 32, 64, 256, shares=1, stages=3),
         64: Tiles("stream", 64, 64, 128, shares=1, stages=4),
     },
     (1024, 3072): {
         1: Tiles("rows", 1, 4, 1024),
-        2: Tiles("rows", 2, 4, 1024),
-        8: Tiles("stream", 8, 64, 256, shares=8, stages=3),
+        8: Tiles("stream", 8, 64, 512, shares=6, stages=2),
         16: Tiles("stream", 16, 64, 512, shares=6, stages=2),
         32: Tiles("stream", 16, 64, 128, shares=8, stages=4),
         64: Tiles("stream", 32, 64, 128, shares=8, stages=4),
@@ -154,7 +152,9 @@ def fits(tiles: Tiles, rows: int, outputs: int, inputs: int) -> bool:
 def choose(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int = 2) -> Tiles:
     """Tiles for x [rows, inputs] and weight [outputs, inputs]; ``arch`` 0: the interpreter, which likes few steps."""
     size = bucket(rows)
-    measured = MEASURED.get((outputs, inputs), {}).get(size) if item_bytes == 2 else None
+    table = MEASURED.get((outputs, inputs), {}) if item_bytes == 2 else {}
+    # Below eight tokens a matrix unit is not full, and no product quicker.
+    measured = table.get(size, table.get(8) if 1 < size < 8 else None)
     if measured is not None and (measured.way != "stream" or arch == STREAM_ARCH):
         return measured
     if size == 1 or item_bytes != 2:

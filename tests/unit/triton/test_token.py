@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -225,8 +224,9 @@ def test_tiles_by_programs():
     target = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=227 << 10)
     spec = cases.make_spec(PLACE, cases.Shape(heads=32, kv_heads=8, head_dim=128, v_head_dim=128), "bfloat16")
     wide = cases.make_spec(PLACE, cases.Shape(heads=8, kv_heads=4, head_dim=256, v_head_dim=256), "bfloat16")
-    assert decode_tiles(spec, target, 8) == Tiles(16, 32, 4, 3, ahead=True)
-    assert decode_tiles(spec, target, 512) == Tiles(16, 64, 4, 2)
-    assert decode_tiles(spec, target, 2048) == Tiles(16, 32, 2, 3)
-    assert {decode_tiles(wide, target, n) for n in (8, 512, 2048)} == {Tiles(16, 32, 4, 2)}
-    assert np.isfinite(decode_tiles(spec, target, 10**9).block_n)
+    assert decode_tiles(spec, target, 8, True) == Tiles(16, 32, 4, 3, ahead=True)
+    assert decode_tiles(spec, target, 512, True) == Tiles(16, 32, 2, 3, ahead=True)
+    assert decode_tiles(spec, target, 2048, True) == Tiles(16, 16, 1, 3, ahead=True)
+    assert decode_tiles(spec, target, 512, False) == Tiles(16, 64, 4, 2)
+    assert decode_tiles(spec, target, 2048, False) == Tiles(16, 32, 2, 3)
+    assert {decode_tiles(wide, target, n, True) for n in (8, 512, 2048)} == {Tiles(16, 32, 4, 2)}
