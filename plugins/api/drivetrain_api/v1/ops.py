@@ -64,7 +64,8 @@ class Fused:
     - (RopeSpec, AttentionSpec), with an RmsNormSpec before them where heads are normed:
       ``fn(x [T, H + 2 K, D], weight [H + K, D] or None, cos, sin, cache, plan, sinks) -> out [T, H, D]``; x holds
       query, key and value heads; query and key heads are normed and rotated, keys and values stored at the plan's
-      slots, and the queries attended as ``PagedAttention.forward`` does. ``plan`` is made by the attention bound by itself.
+      slots, and the queries attended as ``PagedAttention.forward`` does. ``plan`` is made by the attention bound by
+      itself.
     - (AddRmsNormSpec, LinearSpec), with a GatedActivationSpec after them in a feed-forward: a ``Linear`` whose
       ``apply(x [T, size], residual [T, size] or None, weight [size], packed) -> (product, total)`` norms by ``weight``
       before it multiplies. A residual of None: total is x in float32.

@@ -1,0 +1,151 @@
+"""Kernels for one chip that no small model reaches: sizes, tails and unwritten memory of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain_api.v1 import (
+    AttentionBatch,
+    AttentionSpec,
+    CacheLayout,
+    CachePart,
+    CacheSpec,
+    Decline,
+    GatedActivationSpec,
+    LinearSpec,
+)
+
+BLOCK = 16
+ROWS = {
+    "one prompt": [(300, 300)],
+    "whole tiles": [(1024, 1024)],
+    "beside decode rows": [(300, 1), (70, 1), (500, 500), (1500, 300), (130, 130)],
+    "tails": [(2047, 900), (1000, 700), (77, 77)],
+}
+
+
+def spec_of(heads: int, kv_heads: int, dtype: str) -> AttentionSpec:
+    parts = tuple(CachePart(name=name, shape=(kv_heads, 128), dtype=dtype) for name in "kv")
+    layout = CacheLayout(
+        spec=CacheSpec(kind="full", parts=parts),
+        block_tokens=BLOCK,
+        bytes_per_block=2 * BLOCK * kv_heads * 128 * 2,
+        alignment=64,
+        strided=True,
+        slot_dtype="int32",
+    )
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 128, "v_head_dim": 128, "scale": 128**-0.5}
+    return AttentionSpec(dtype=dtype, layout=layout, **sizes)
+
+
+def batch_of(rows: list[tuple[int, int]], device: torch.device) -> AttentionBatch:
+    """Rows of (length, queries), those of one query first; blocks in a random order from 1 on."""
+    lengths, queries = (np.asarray(each, np.int32) for each in zip(*rows, strict=True))
+    start = np.cumsum([0, *queries]).astype(np.int32)
+    needed = -(-lengths // BLOCK)
+    table = np.zeros((len(rows), needed.max() + 1), np.int32)
+    table[np.arange(table.shape[1])[None, :] < needed[:, None]] = np.random.default_rng(0).permutation(needed.sum()) + 1
+    row = np.repeat(np.arange(len(rows)), queries).astype(np.int32)
+    position = np.arange(start[-1]) - start[row] + (lengths - queries)[row]
+    slots = table[row, position // BLOCK] * BLOCK + position % BLOCK
+
+    def dev(values: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values, np.int32), device=device)
+
+    decode = int((queries == 1).sum())
+    return AttentionBatch(
+        query_start_dev=dev(start),
+        lengths_dev=dev(lengths),
+        block_table_dev=dev(table),
+        slots_dev=dev(slots),
+        token_row_dev=dev(row),
+        positions_dev=dev(position),
+        query_start_host=start,
+        length_bounds_host=lengths,
+        host_lengths_exact=True,
+        num_decode_rows=decode,
+        num_verify_rows=0,
+        num_prefill_rows=len(rows) - decode,
+        max_query_len=int(queries.max()),
+        max_length_bound=int(lengths.max()),
+    )
+
+
+def bound(backend, spec):
+    """The backend's own implementation."""
+    answer = backend.provide(spec)
+    if isinstance(answer, Decline):
+        pytest.skip(f"the reference serves it: {answer.reason}")
+    return answer.implementation
+
+
+class Parts:
+    """A cache whose slots hold NaN unless a row's token was written to them."""
+
+    def __init__(self, spec: AttentionSpec, batch: AttentionBatch, rows: list[tuple[int, int]]) -> None:
+        device, dtype = batch.slots_dev.device, getattr(torch, spec.dtype)
+        shape = (int(batch.block_table_dev.max()) + 1, 2, BLOCK, spec.num_kv_heads, 128)
+        pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        for row, (length, _) in enumerate(rows):
+            at = torch.arange(length, device=device)
+            ids = batch.block_table_dev[row, at // BLOCK].long()
+            pool[ids, :, at % BLOCK] = torch.randn(length, 2, spec.num_kv_heads, 128, device=device).to(dtype)
+        self.parts = pool[:, 0], pool[:, 1]
+
+
+def expected(spec: AttentionSpec, q: torch.Tensor, cache: Parts, batch: AttentionBatch, rows: list) -> torch.Tensor:
+    """Causal attention in float64, a row at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for row, (length, queries) in enumerate(rows):
+        at, begin = torch.arange(length, device=q.device), int(batch.query_start_host[row])
+        ids = batch.block_table_dev[row, at // BLOCK].long()
+        group = spec.num_heads // spec.num_kv_heads
+        k, v = (part[ids, at % BLOCK].double().repeat_interleave(group, 1) for part in cache.parts)
+        seen = at[None, :] <= torch.arange(length - queries, length, device=q.device)[:, None]
+        scores = torch.einsum("qhd,khd->hqk", q[begin : begin + queries].double(), k) * spec.scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[begin : begin + queries] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (14, 2), (4, 4)])
+@pytest.mark.parametrize("name", ROWS)
+def test_long_prompts_with_heads_of_128(backend, name, heads, kv_heads, dtype):
+    rows, spec = ROWS[name], spec_of(heads, kv_heads, dtype)
+    device = backend.device.device
+    batch = batch_of(rows, device)
+    cache = Parts(spec, batch, rows)
+    attention = bound(backend, spec)
+    q = torch.randn(batch.num_tokens, heads, 128, device=device).to(getattr(torch, dtype))
+    got = attention.forward(q, cache, attention.plan(batch))
+    torch.testing.assert_close(got.double(), expected(spec, q, cache, batch, rows), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 31, 64])
+@pytest.mark.parametrize(("outs", "ins", "bias"), [(640, 1024, False), (47, 264, True), (4096, 2056, False)])
+def test_products_of_few_rows(backend, outs, ins, bias, rows, dtype):
+    device, kind = backend.device.device, getattr(torch, dtype)
+    spec = LinearSpec(dtype=dtype, in_features=ins, out_features=outs, bias=bias)
+    linear = bound(backend, spec)
+    weight = (torch.randn(outs, ins, device=device) * ins**-0.5).to(kind)
+    terms = torch.randn(outs, device=device).to(kind) if bias else None
+    packed = linear.pack(weight, terms)
+    wide = torch.randn(rows, ins + 24, device=device).to(kind)
+    for x in (wide[:, :ins].contiguous(), wide[:, 8 : 8 + ins], wide[:, 3 : 3 + ins]):
+        want = x.double() @ weight.double().T + (0 if terms is None else terms.double())
+        first, again = linear.apply(x, packed), linear.apply(x, packed)
+        torch.testing.assert_close(first.double(), want, rtol=1.6e-2, atol=1e-2)
+        assert torch.equal(first, again)
+    claim = backend.fuse((spec, GatedActivationSpec(dtype=dtype, size=outs // 2, kind="silu"))) if not bias else None
+    if claim is None:
+        return
+    fused = claim.provided.implementation
+    both = (wide[:, :ins].double() @ weight.double().T).to(kind)
+    gate, up = both.chunk(2, dim=1)
+    want = torch.nn.functional.silu(gate.float()).to(kind).double() * up.double()
+    got = fused.apply(wide[:, :ins].contiguous(), fused.pack(weight, None))
+    torch.testing.assert_close(got.double(), want, rtol=3e-2, atol=2e-2)
