@@ -121,7 +121,7 @@ def test_long_prompts_with_heads_of_128(backend, name, heads, kv_heads, dtype):
     attention = bound(backend, spec)
     q = torch.randn(batch.num_tokens, heads, 128, device=device).to(getattr(torch, dtype))
     got = attention.forward(q, cache, attention.plan(batch))
-    torch.testing.assert_close(got.double(), expected(spec, q, cache, batch, rows), rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(got.double(), expected(spec, q, cache, batch, rows), rtol=2e-2, atol=8e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

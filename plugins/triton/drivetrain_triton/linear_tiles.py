@@ -166,7 +166,7 @@ def choose(rows: int, outputs: int, inputs: int, arch: int, item_bytes: int = 2)
 
 def row_tiles(inputs: int, item_bytes: int) -> Tiles:
     """Four weight rows, whole if short: 16 KB on their way in each of many small programs."""
-    most, whole = 4096 // item_bytes, _power(inputs)
+    most, whole = 4096 // item_bytes, _power(max(inputs, 16))
     if whole <= most:
         return Tiles("rows", 1, 4, whole)
     return Tiles("rows", 1, 4, next((k for k in (2048, 1024) if k <= most and inputs % k == 0), 512))

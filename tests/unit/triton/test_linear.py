@@ -59,7 +59,7 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("dtype", list(RTOL), ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 32])
 def test_tiles_of_the_table_agree_with_float64(rows, dtype):
-    for outputs, inputs, biased in ((96, 128, False), (47, 264, True)):
+    for outputs, inputs, biased in ((96, 128, False), (47, 264, True), (9, 5, False)):
         if rows > linear_tiles.most_rows(0, dtype.itemsize, inputs):
             continue
         x, weight = normal(rows, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
