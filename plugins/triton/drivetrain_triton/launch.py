@@ -12,23 +12,31 @@ Under the interpreter, and where this Triton lacks the parts used here (a warnin
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import repeat
+from threading import Thread
 from typing import Any
 
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+from triton.compiler import make_backend
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction
+
+from drivetrain_api.v1 import CompileReport
+
+from . import workers
 
 try:
     from triton._C.libtriton import native_specialize_impl
@@ -39,6 +47,8 @@ except ImportError:
     ABLE = False
 
 MOST_THREADS = 32
+# Kernels that take longest to compile (seconds, where others take a fifth of one): they are begun first.
+SLOW = ("prompt_kernel", "prefill_kernel", "token_kernel", "decode_kernel", "_limits", "_scan", "stream_products")
 RUNTIME = knobs.runtime
 NOT_CONST = repeat(False)
 UNFILLED = {torch.empty, torch.empty_strided, torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
@@ -147,14 +157,48 @@ class Zeros(TorchFunctionMode):
 
 
 @dataclass(slots=True, eq=False)
+class Wanted:
+    """One kernel that is to be there. ``result``: the compiled kernel, loaded; ``stored``: it lies on disk already."""
+
+    name: str
+    compile_one: Callable[[], Any]
+    stored: bool
+    result: Future[Any] = field(default_factory=Future)
+
+    def compile(self) -> None:
+        """Leave the kernel, and the code that launches it, in Triton's cache. No device is touched."""
+        compiled = self.compile_one()
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+    def take(self) -> None:
+        """Compile, or find in the cache, and load the code with all that its launches need: done here, it delays no
+        launch."""
+        try:
+            compiled = self.compile_one()
+            _ = compiled.run
+        except Exception as error:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(compiled)
+
+    @property
+    def rank(self) -> int:
+        """Small for what is begun first."""
+        return SLOW.index(self.name) if self.name in SLOW else len(SLOW)
+
+
+@dataclass(slots=True, eq=False)
 class Pool:
-    """Compilations under way. Triton hands them over by ``submit``."""
+    """Compilations that are asked for. Triton hands them over by ``submit``; those that lie on disk are loaded at
+    once, the others compiled by ``finish``."""
 
     executor: Executor
     device: int
+    count: int
+    processes: bool
     name: str = ""
     seen: set[tuple[Any, ...]] = field(default_factory=set)
-    futures: dict[Any, tuple[str, Any]] = field(default_factory=dict)
+    wanted: dict[Any, tuple[Wanted, Any]] = field(default_factory=dict)
 
     def take(self, function: Kernel, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Have the kernel of a launch compiled. The launch itself does not happen."""
@@ -170,63 +214,109 @@ class Pool:
             active_mode.reset(token)
 
     def submit(self, key: Any, compile_one: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
-        """Begin one compilation; called by Triton."""
-        if key not in self.futures:
-            self.futures[key] = self.name, FutureKernel(finish, self.executor.submit(loaded, compile_one))
-        return self.futures[key][1]
+        """Note one compilation; called by Triton."""
+        if key not in self.wanted:
+            one = Wanted(self.name, compile_one, stored(key, self.name))
+            self.wanted[key] = one, FutureKernel(finish, one.result)
+            if one.stored:
+                self.executor.submit(one.take)
+        return self.wanted[key][1]
+
+    def finish(self, report: CompileReport) -> list[tuple[str, Exception]]:
+        """Compile what is missing and wait for all; the names of kernels that failed, and why. The processes begin
+        with what takes longest; each kernel is loaded here as soon as it is there."""
+        missing = sorted((one for one, _ in self.wanted.values() if not one.stored), key=lambda one: one.rank)
+        report.built, report.found = len(missing), len(self.wanted) - len(missing)
+        for one, _ in self.wanted.values():
+            if one.stored:
+                one.result.exception()  # no thread here is at work when processes are forked
+        begun = set()
+        if self.processes and workers.worth_it(len(missing), self.count):
+            for place in workers.run_all([one.compile for one in missing], self.count):
+                begun.add(place)
+                self.executor.submit(missing[place].take)
+        for place, one in enumerate(missing):
+            if place not in begun:
+                self.executor.submit(one.take)
+        return list(self.failures())
 
     def failures(self) -> Iterator[tuple[str, Exception]]:
         """Wait for all; the names of kernels that failed, and why."""
-        for name, future in self.futures.values():
+        for one, future in self.wanted.values():
             try:
                 future.result()
             except Exception as error:
-                yield name, error
+                yield one.name, error
 
 
-def loaded(compile_one: Callable[[], Any]) -> Any:
-    """Compile, and load the code with all that its launches need: done here, it delays no launch."""
-    compiled = compile_one()
-    _ = compiled.run
-    return compiled
+def stored(key: str, name: str) -> bool:
+    """Whether a kernel lies in Triton's cache. ``key``: what Triton tells compilations apart by."""
+    if knobs.compilation.always_compile:
+        return False
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    file = f"{name[:150]}.json"
+    return file in (manager.get_group(file) or {})
 
 
 COLLECTING: ContextVar[Pool | None] = ContextVar("drivetrain_triton_collecting", default=None)
 
 
 @contextmanager
-def compiling(threads: int = 0) -> Iterator[None]:
-    """In this context kernels do not run: each launch only begins the compilation that it needs, and tensors begin as
-    zeros. Leaving it waits for all. RuntimeError with the name of the first kernel that can't be compiled or loaded.
+def compiling(threads: int = 0, *, processes: bool = True) -> Iterator[CompileReport]:
+    """In this context kernels do not run: each launch only names the compilation that it needs, and tensors begin as
+    zeros. Leaving it compiles them and waits for all; then the report is filled in. RuntimeError with the name of the
+    first kernel that can't be compiled or loaded.
 
-    ``threads``: compilations at once; 0: as many as the process has cores. Where kernels are Triton's own or
-    interpreted, they run.
+    ``threads``: compilations at once; 0: as many as the process has cores. ``processes``: many are compiled by
+    processes. Where kernels are Triton's own or interpreted, they run.
     """
+    report = CompileReport(place=str(knobs.cache.dir))
     if not ABLE or knobs.runtime.interpret:
-        yield
+        yield report
         return
     count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
     device = driver.active.get_current_device()
     choose = getattr(driver.active, "set_current_device", None)
     with ThreadPoolExecutor(count, initializer=choose, initargs=(device,) if choose else ()) as executor:
-        pool = Pool(executor, device)
+        pool = Pool(executor, device, count, processes)
         token = COLLECTING.set(pool)
         try:
             with Zeros():
-                yield
+                yield report
         finally:
             COLLECTING.reset(token)
-            failed = list(pool.failures())
+            failed = pool.finish(report)
     for name, error in failed:
         raise RuntimeError(f"kernel {name}: {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KernelCompiler:
-    """The contract's ``Compiler``."""
+    """The contract's ``Compiler``. What every look into Triton's cache needs and takes tenths of a second (a digest of
+    Triton's own files, the assembler's version, Triton's own code for the device) is found beside other work, from
+    the moment that this is made."""
 
     threads: int = 0
+    ahead: Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.ahead = Thread(target=prepare, name="kernel cache", daemon=True)
+        self.ahead.start()
 
     def compiling(self) -> Any:
         """See ``compiling``."""
+        if self.ahead is not None:
+            self.ahead.join()
+            self.ahead = None
         return compiling(self.threads)
+
+
+def prepare() -> None:
+    """Have ready what the first compilation, or the first look for a compiled kernel, would wait for."""
+    try:
+        triton_key()
+        if ABLE and not knobs.runtime.interpret:
+            make_backend(driver.active.get_current_target()).hash()
+            _ = driver.active.utils
+    except Exception as error:  # whoever needs it meets the reason
+        logger.debug("not prepared", exc_info=error)

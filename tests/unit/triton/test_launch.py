@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +20,7 @@ from triton.experimental import gluon
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from drivetrain_triton import launch
+from drivetrain_triton import launch, workers
 from drivetrain_triton.launch import Kernel, compiling, kernel
 
 
@@ -155,6 +158,62 @@ def test_compiling_launches_nothing_and_leaves_all_compiled(device, monkeypatch)
         for block in (16, 32):
             made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
     assert len(device.taken()) == 2
+
+
+def test_many_are_compiled_by_processes_and_found_again(device, monkeypatch):
+    made, _ = both()
+    x = torch.zeros(64)
+    given = []
+    run_all = workers.run_all
+    monkeypatch.setattr(workers, "run_all", lambda jobs, count: given.append(len(jobs)) or run_all(jobs, count))
+    here, parent = [], os.getpid()
+    monkeypatch.setattr(knobs.compilation, "listener", lambda cache_hit, **_: here.append(cache_hit))
+    blocks = (16, 32, 64, 128, 256, 512)
+    with compiling(2) as report:
+        for block in blocks:
+            made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
+    assert (report.built, report.found, report.place) == (6, 0, os.environ["TRITON_CACHE_DIR"])
+    assert given == [6] and here == [True] * 6 and os.getpid() == parent, "only looked up here"
+    with monkeypatch.context() as patched:
+        patched.setattr(JITFunction, "_do_compile", None)
+        for block in blocks:
+            made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
+    assert len(device.taken()) == 6
+    made, _ = both()
+    with compiling(2) as report:
+        for block in (*blocks, 1024):
+            made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
+    assert (report.built, report.found) == (1, 6) and given == [6]
+
+
+def test_what_a_process_can_not_compile_is_named(device):
+    made, broken = both()[0], kernel(triton.jit(_broken))
+    x = torch.zeros(64)
+    with pytest.raises(RuntimeError, match=r"(?s)kernel _broken: .*nowhere"), compiling(2) as report:
+        broken[(1,)](x, BLOCK=16)
+        for block in (16, 32, 64, 128, 256):
+            made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
+    assert report.built == 6
+
+
+def test_jobs_that_fail_and_processes_that_end_or_hang_are_told_as_not_done(tmp_path):
+    def job(place: int) -> None:
+        if place == 1:
+            raise ValueError("own")
+        if place == 2:
+            os._exit(3)
+        if place == 3:
+            time.sleep(60)
+        (tmp_path / str(place)).touch()
+
+    jobs = [partial(job, place) for place in range(8)]
+    begin = time.monotonic()
+    assert set(workers.run_all(jobs, 3, patience=2.0)) == {0, 4, 5, 6, 7}
+    assert time.monotonic() - begin < 20
+    assert {int(one.name) for one in tmp_path.iterdir()} == {0, 4, 5, 6, 7}
+    assert not list(workers.run_all([partial(os._exit, 1)] * 3, 8))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 def test_compiling_imports_no_more_of_torch() -> None:

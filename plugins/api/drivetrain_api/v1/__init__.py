@@ -1,7 +1,17 @@
 """The contract, major 1 (0.x until the vendor's kit is published: any release may still change it)."""
 
 from .attention import AttentionBatch, AttentionSpec, AttentionTraits, GraphAttention, LseAttention, PagedAttention
-from .backend import Backend, Capabilities, Compiler, ComposedBackend, PlanSummary, Problem, dtype_bytes, torch_dtype
+from .backend import (
+    Backend,
+    Capabilities,
+    Compiler,
+    CompileReport,
+    ComposedBackend,
+    PlanSummary,
+    Problem,
+    dtype_bytes,
+    torch_dtype,
+)
 from .device import (
     Baseline,
     Counters,
@@ -89,6 +99,7 @@ __all__ = [
     "CacheSpec",
     "Capabilities",
     "Collectives",
+    "CompileReport",
     "Compiler",
     "ComposedBackend",
     "ConfigView",

@@ -62,12 +62,23 @@ class Problem:
     proposed: str
 
 
+@dataclass(slots=True, kw_only=True)
+class CompileReport:
+    """What ``Compiler.compiling`` did, once it is left. ``built``: kernels compiled; ``found``: those that had been
+    compiled; ``place``: where they are kept, in words or as a path."""
+
+    built: int = 0
+    found: int = 0
+    place: str = ""
+
+
 class Compiler(Protocol):
     """Optional, as ``Backend.compiler``, where first calls of ops compile: dummy steps say what will be needed."""
 
-    def compiling(self) -> AbstractContextManager[None]:
+    def compiling(self) -> AbstractContextManager[CompileReport]:
         """In this context ops need not run: what their calls need is compiled side by side. Results may then be
-        anything that is safe to go on with, zeros best. Leaving waits for all and raises the first failure."""
+        anything that is safe to go on with, zeros best. Leaving waits for all, fills in the report and raises the
+        first failure."""
 
 
 class Backend(Protocol):
