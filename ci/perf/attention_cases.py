@@ -72,10 +72,8 @@ WHOLE = [
     Variant(), Variant(whole=True), staged(64, 4, 2, whole=True), staged(32, 2, 3, whole=True), ahead(32, 4),
     ahead(32, 2), ahead(16, 1), staged(64, 4, 2, wanted=8, whole=True),
 ]  # fmt: skip
-# (BLOCK_M, BLOCK_N, warps, stages); None: the table's.
-PREFILL = [
-    None, (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 6), (64, 64, 4, 2), (64, 32, 4, 4), (64, 32, 4, 5),
-]  # fmt: skip
+# Whether long prompts take the kernel of bulk copies.
+PREFILL = [True, False]
 # (rows, length, the bound by which shares are chosen, as in a captured graph)
 DECODE_POINTS = [
     (1, 208, 208), (1, 208, 4096), (8, 208, 208), (8, 208, 4096), (64, 208, 208), (256, 208, 208), (256, 1024, 1024),
@@ -86,7 +84,10 @@ WHOLE_POINTS = [
     (256, 640, 4096), (512, 640, 4096), (1, 4096, 4096), (1, 100_000, 100_000),
 ]  # fmt: skip
 # (rows, length, queries)
-PREFILL_POINTS = [(16, 4096, 4096), (1, 100_000, 8192), (1, 4112, 16), (64, 1024, 4)]
+PREFILL_POINTS = [
+    (1, 4096, 4096), (2, 4096, 4096), (16, 4096, 4096), (1, 8192, 8192), (1, 100_000, 8192), (16, 512, 512),
+    (8, 1024, 1024), (1, 4112, 16), (64, 1024, 4),
+]  # fmt: skip
 BLOCK = 16
 device = torch.device("cuda")
 Tensor, Rows = torch.Tensor, list[tuple[int, int]]

@@ -47,7 +47,7 @@ from attention_cases import (
 from drivetrain_api.v1 import AttentionSpec, RmsNormSpec, RopeSpec
 from drivetrain_triton import attention as attention_module
 from drivetrain_triton.attention import TritonAttention
-from drivetrain_triton.attention_choice import Tiles, prefill_tiles
+from drivetrain_triton.attention_choice import prefill_tiles
 from drivetrain_triton.attention_decode import decode_kernel
 from drivetrain_triton.attention_rotate import RotateAndAttend, RotateAndWrite
 from drivetrain_triton.attention_write import rotate_kernel
@@ -83,11 +83,11 @@ def layers_of(spec: AttentionSpec, pool: torch.Tensor, blocks: int) -> list[Cach
     return [Cache(pool, i * blocks, blocks) for i in range(count)]
 
 
-def time_forward(spec: AttentionSpec, pool: Tensor, rows: Rows, chunk: Tiles | None = None) -> tuple[float, int]:
-    """Return the seconds of one layer and its shares; ``chunk`` replaces the table's choice."""
+def time_forward(spec: AttentionSpec, pool: Tensor, rows: Rows, streamed: bool = True) -> tuple[float, int]:
+    """Return the seconds of one layer and its shares."""
     batch, blocks = batch_of(rows)
     attention = TritonAttention(spec, target())
-    attention.prefill_tiles = chunk
+    attention.streamed = streamed
     plan = attention.plan(batch)
     q = torch.randn(batch.num_tokens, spec.num_heads, spec.head_dim, device=device, dtype=torch.bfloat16)
     layers = layers_of(spec, pool, blocks)
@@ -187,21 +187,14 @@ def time_carveout(shape: str, pool: Tensor, results: list[dict]) -> None:
 
 def time_prefill(shape: str, pool: Tensor, results: list[dict]) -> None:
     spec = spec_of(*SHAPES[shape])
-    print(f"\n{shape} prefill, TFLOP/s (us, splits) by (rows, keys, warps, stages): {' '.join(map(str, PREFILL))}")
+    print(f"\n{shape} prefill, TFLOP/s (us, splits): by bulk copies where the table has them; never")
     for count, length, queries in PREFILL_POINTS:
         cells = []
         work = 4 * spec.num_heads * spec.head_dim * count * queries * (length - queries / 2)
-        for variant in PREFILL:
-            if variant and (queries < 1000 or shape != "A"):
-                continue
-            chunk = Tiles(*variant) if variant else None
-            try:
-                seconds, splits = time_forward(spec, pool, [(length, queries)] * count, chunk)
-            except triton.runtime.errors.OutOfResources:
-                cells.append("too large        ")
-                continue
+        for streamed in PREFILL:
+            seconds, splits = time_forward(spec, pool, [(length, queries)] * count, streamed)
             point = {"shape": shape, "rows": count, "length": length, "queries": queries, "splits": splits}
-            point["variant"] = variant or str(prefill_tiles(spec, target(), queries))
+            point |= {"streamed": streamed, "tiles": str(prefill_tiles(spec, target(), queries))}
             results.append(point | {"us": seconds * 1e6, "TFLOP/s": work / seconds / 1e12})
             cells.append(f"{work / seconds / 1e12:5.0f} ({seconds * 1e6:7.1f},{splits:2d})")
         print(f"{count:3d} x {queries:5d} of {length:6d}  " + "  ".join(cells), flush=True)
@@ -279,10 +272,10 @@ def warm(number: int, only: list[str]) -> None:
         variants = variants + (WHOLE if "whole" in only else [])
         for variant, count in product(variants, (1, 40, 180)):
             jobs.append(partial(time_chain, spec, pool, count, 80, 80 if count > 1 else 4096, variant))
-        for variant, queries in product(PREFILL if shape == "A" else [None], (4, 16, 512)):
-            if "prefill" in only and (queries == 512 or variant is None):
+        for streamed, queries in product(PREFILL, (4, 16, 512)):
+            if "prefill" in only:
                 rows = [(1100, queries)] * (1 if queries == 16 else 5)
-                jobs.append(partial(time_forward, spec, pool, rows, Tiles(*variant) if variant else None))
+                jobs.append(partial(time_forward, spec, pool, rows, streamed))
     share = slice(number, None, WORKERS)
     if "whole" in only:
         check_whole([], share)

@@ -1,6 +1,6 @@
 """Every kernel of a small engine under compute-sanitizer: reads and writes out of bounds, races in shared memory.
 
-    python ci/perf/device_sanitize.py [--tools memcheck racecheck] [--sanitizer PATH] [--json FILE]
+    python ci/perf/device_sanitize.py [--tools memcheck racecheck] [--sanitizer PATH] [--libraries FOLDER] [--json FILE]
 
 A two-layer model with heads of 128 serves random prompts without graphs: prompts alone and beside decode rows, 1 to 40
 decode rows, long and short rows, every way of sampling. Each tensor is an allocation of its own, so that a step beyond
@@ -87,9 +87,10 @@ def run_all() -> None:
     print("KERNELS " + json.dumps(dict(counts.most_common())), flush=True)
 
 
-def under(tool: str, sanitizer: str) -> subprocess.Popen[str]:
-    """Start the inner part under a tool."""
+def under(tool: str, sanitizer: str, libraries: str) -> subprocess.Popen[str]:
+    """Start the inner part under a tool. ``libraries``: where the tool's own lie, if not where it looks."""
     command = [sanitizer, "--tool", tool, "--target-processes", "all", "--print-limit", "20"]
+    command += ["--injection-path", libraries] if libraries else []
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.Popen(
         [*command, sys.executable, __file__, "--inner"],
@@ -123,6 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"])
     parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer") or "compute-sanitizer")
+    parser.add_argument("--libraries", default="")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for all tools")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
@@ -131,7 +133,7 @@ def main() -> int:
         run_all()
         return 0
     version = subprocess.run([args.sanitizer, "--version"], capture_output=True, text=True, check=True).stdout
-    processes = {tool: under(tool, args.sanitizer) for tool in args.tools}
+    processes = {tool: under(tool, args.sanitizer, args.libraries) for tool in args.tools}
     end = time.monotonic() + args.limit
     tools = {tool: found_by(tool, process, max(1.0, end - time.monotonic())) for tool, process in processes.items()}
     if args.json:

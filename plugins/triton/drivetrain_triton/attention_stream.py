@@ -119,16 +119,20 @@ def bring(keys, values, table, end, length, kv_head, k_ring, v_ring, k_full, k_e
 
 
 @gluon.jit
-def attend(acc, total, top, q, k, v, k_full, k_empty, v_full, v_empty, phase, positions, at, factor,
-           MASKED: gl.constexpr):  # fmt: skip
-    """One tile: acc [HALF, HEAD], total and top [HALF] after its keys, the first of which stands ``at``."""
+def scores(q, k, k_full, phase):
+    """Begin q [HALF, HEAD] times k [KEYS, HEAD] transposed, once the keys have come."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     zeros = gl.zeros([HALF, KEYS], gl.float32, layout)
     mbarrier.wait(k_full, phase)
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = hopper.warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty, count=1)
+    return hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weigh(s, total, top, positions, at, factor, dtype: gl.constexpr, MASKED: gl.constexpr):
+    """One step of an online softmax over scores s [HALF, KEYS] of keys from ``at`` on: the weights as the left side of
+    a product, the new total and top [HALF], and what earlier sums are to be multiplied by."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     if MASKED:
         seen = at + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
         s = gl.where(gl.expand_dims(seen, 0) <= gl.expand_dims(positions, 1), s, float("-inf"))
@@ -137,13 +141,24 @@ def attend(acc, total, top, q, k, v, k_full, k_empty, v_full, v_empty, phase, po
     weights = gl.exp2(s * factor - gl.expand_dims(level, 1))
     decay = gl.exp2(top - level)
     total = total * decay + gl.sum(weights, axis=1)
-    acc = acc * gl.expand_dims(decay, 1)
-    p = gl.convert_layout(weights.to(v.dtype), left)
-    mbarrier.wait(v_full, phase)
-    acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
+    return gl.convert_layout(weights.to(dtype), left), total, higher, decay
+
+
+@gluon.jit
+def advance(acc, total, top, p, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tile, positions, factor,
+            MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The scores of tile ``tile`` and, right behind them, the values of the one before, whose weights are p."""
+    now = tile % STAGES
+    then = (tile - 1) % STAGES
+    s = scores(q, k_ring.index(now), k_full.index(now), (tile // STAGES) & 1)
+    mbarrier.wait(v_full.index(then), ((tile - 1) // STAGES) & 1)
+    acc = hopper.warpgroup_mma(p, v_ring.index(then), acc, is_async=True)
+    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(now), count=1)
+    p, total, top, decay = weigh(s, total, top, positions, tile * KEYS, factor, v_ring.dtype, MASKED)
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty, count=1)
-    return acc, total, higher
+    mbarrier.arrive(v_empty.index(then), count=1)
+    return acc * gl.expand_dims(decay, 1), total, top, p
 
 
 @gluon.jit
@@ -161,36 +176,34 @@ def take(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end
     real = (tokens < row_end) & (lane < BLOCK_Q * GROUP)
     places = gl.expand_dims(tokens.to(gl.int64) * q_stride + heads * HEAD, 1) + gl.expand_dims(columns, 0)
     kept = gl.expand_dims(real, 1) & gl.expand_dims(columns < HEAD, 0)
-    q_shared.store(gl.load(q + places, mask=kept, other=0.0))
-    hopper.fence_async_shared()
-    together()
-
-    spots = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-    positions = length - row_end + begin_token + spots // GROUP
-    acc = gl.zeros([HALF, HEAD], gl.float32, layout)
-    total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
-    top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-    factor = scale * LOG2E
-    stage = end * 0
-    phase = end * 0
-    for tile in range(outer):
-        acc, total, top = attend(acc, total, top, q_shared, k_ring.index(stage), v_ring.index(stage),
-                                 k_full.index(stage), k_empty.index(stage), v_full.index(stage), v_empty.index(stage),
-                                 phase, positions, tile * KEYS, factor, False)  # fmt: skip
-        wrapped = stage + 1 == STAGES
-        stage = gl.where(wrapped, 0, stage + 1)
-        phase = gl.where(wrapped, phase ^ 1, phase)
-    for tile in range(outer, end):
-        acc, total, top = attend(acc, total, top, q_shared, k_ring.index(stage), v_ring.index(stage),
-                                 k_full.index(stage), k_empty.index(stage), v_full.index(stage), v_empty.index(stage),
-                                 phase, positions, tile * KEYS, factor, True)  # fmt: skip
-        wrapped = stage + 1 == STAGES
-        stage = gl.where(wrapped, 0, stage + 1)
-        phase = gl.where(wrapped, phase ^ 1, phase)
-    result = acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
-    result = gl.convert_layout(result.to(out.dtype.element_ty), wide)
-    target = gl.expand_dims((tokens.to(gl.int64) * HEADS + heads) * HEAD, 1) + gl.expand_dims(columns, 0)
-    gl.store(out + target, result, mask=kept)
+    if end > 0:
+        q_shared.store(gl.load(q + places, mask=kept, other=0.0))
+        hopper.fence_async_shared()
+        together()
+        spots = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        positions = length - row_end + begin_token + spots // GROUP
+        acc = gl.zeros([HALF, HEAD], gl.float32, layout)
+        total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
+        top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+        factor = scale * LOG2E
+        s = scores(q_shared, k_ring.index(0), k_full.index(0), 0)
+        s = hopper.warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(0), count=1)
+        p, total, top, _ = weigh(s, total, top, positions, 0, factor, v_ring.dtype, True)
+        for tile in range(1, outer):
+            acc, total, top, p = advance(acc, total, top, p, q_shared, k_ring, v_ring, k_full, k_empty, v_full,
+                                         v_empty, tile, positions, factor, False, STAGES)  # fmt: skip
+        for tile in range(gl.maximum(outer, 1), end):
+            acc, total, top, p = advance(acc, total, top, p, q_shared, k_ring, v_ring, k_full, k_empty, v_full,
+                                         v_empty, tile, positions, factor, True, STAGES)  # fmt: skip
+        last = (end - 1) % STAGES
+        mbarrier.wait(v_full.index(last), ((end - 1) // STAGES) & 1)
+        acc = hopper.warpgroup_mma(p, v_ring.index(last), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        result = acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
+        result = gl.convert_layout(result.to(out.dtype.element_ty), wide)
+        target = gl.expand_dims((tokens.to(gl.int64) * HEADS + heads) * HEAD, 1) + gl.expand_dims(columns, 0)
+        gl.store(out + target, result, mask=kept)
 
 
 @kernel
