@@ -19,7 +19,7 @@ def test_products_run_beside_each_other(tmp_path):
     assert len(lines) == 2
     for line in lines:
         assert line["shared"] <= 232448 and line["stack"] <= 16 and line["overlaps"], line
-        # Keys once, values twice (a last tile may hold unwritten ones), in blocks of 16 tokens and two halves of a head.
+        # Keys once, values twice (a last tile may hold unwritten ones), by blocks of 16 tokens and halves of a head.
         assert line["copies"] == 3 * 8 * 2, line
         # Where the assembler can't tell products apart, it lets each wait for the one before.
         assert line["products"] > 4 * line["waits"] > 0, line
