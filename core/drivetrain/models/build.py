@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,14 @@ from drivetrain.models.naming import CheckpointMap, Naming, map_checkpoint
 from drivetrain.models.parameters import Holder
 from drivetrain.models.spec import ModelSpec
 from drivetrain.models.weights.checkpoint import Checkpoint
+from drivetrain.models.weights.feed import Feed
 from drivetrain.ops import Ops
 from drivetrain_api.v1 import DeviceRuntime, torch_dtype
 
 # Called after each holder with (holders loaded, holders in all).
 Progress = Callable[[int, int], None]
+# Returns the parameters at some paths, joined along dimension 0, on the device.
+Read = Callable[[Sequence[str]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,8 @@ def load(
     *,
     naming: Naming | None = None,
 ) -> LoadReport:
-    """Fill a decoder. Each tensor is read once, converted to the model's dtype on the host, moved, and packed.
+    """Fill a decoder. Each tensor is read once, converted to the model's dtype on the host, moved, and packed; of files
+    of plain values to an asynchronous device several at a time, while others are moved.
 
     Before anything is read, one WeightsError names every missing, misshapen and extra tensor. ``naming``: how the
     checkpoint names parameters, by default the family's. Values are checked only in so far as a checkpoint that also
@@ -68,9 +73,9 @@ def load(
     mapped = map_checkpoint(decoder.spec, naming, checkpoint)
     holders = decoder.holders
     resident, peak = 0, 0
-    with torch.no_grad(), runtime.activate():
+    with torch.no_grad(), runtime.activate(), _reader(holders, mapped, runtime) as read:
         for done, holder in enumerate(holders, 1):
-            resident, highest = _fill(holder, mapped, runtime, resident)
+            resident, highest = _fill(holder, read, runtime, resident)
             peak = max(peak, highest)
             if progress is not None:
                 progress(done, len(holders))
@@ -78,10 +83,27 @@ def load(
     return LoadReport(weight_bytes=resident, peak_bytes=peak, seconds=time.perf_counter() - started)
 
 
-def _fill(holder: Holder, mapped: CheckpointMap, runtime: DeviceRuntime, resident: int) -> tuple[int, int]:
-    """Load one holder. Returns device bytes held after it, and the most held meanwhile."""
+@contextmanager
+def _reader(holders: Sequence[Holder], mapped: CheckpointMap, runtime: DeviceRuntime) -> Iterator[Read]:
+    """What reads the holders' sources, which must be asked for in order."""
     dtype = torch_dtype(mapped.dtype)
-    tensors = [mapped.load(paths, dtype, runtime) for paths in holder.sources]
+    if not (runtime.asynchronous and mapped.in_files):
+        yield lambda paths: mapped.load(paths, dtype, runtime)
+        return
+    plan = [run for holder in holders for paths in holder.sources for run in mapped.runs(paths)]
+    with Feed(plan, dtype, runtime) as feed:
+
+        def read(paths: Sequence[str]) -> torch.Tensor:
+            tensor = mapped.empty(paths, dtype, runtime)
+            feed.fill(tensor)
+            return tensor
+
+        yield read
+
+
+def _fill(holder: Holder, read: Read, runtime: DeviceRuntime, resident: int) -> tuple[int, int]:
+    """Load one holder. Returns device bytes held after it, and the most held meanwhile."""
+    tensors = [read(paths) for paths in holder.sources]
     given = sum(t.numel() * t.element_size() for t in tensors)
     installed = holder.install(tensors, runtime)
     highest = resident + max(given + installed.peak_bytes, installed.nbytes)

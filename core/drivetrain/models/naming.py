@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, cast
 
 from drivetrain.errors import ModelError, WeightsError
 from drivetrain.models.spec import ModelSpec, Shape
@@ -13,6 +14,8 @@ from drivetrain.models.weights.checkpoint import Checkpoint, TensorInfo, check_t
 if TYPE_CHECKING:
     import torch
 
+    from drivetrain.models.weights.checkpoint import StoredCheckpoint
+    from drivetrain.models.weights.feed import Run
     from drivetrain_api.v1 import DeviceRuntime
 
 
@@ -94,13 +97,34 @@ class CheckpointMap:
                 self._parts[path] = (found[name], row, row + self._shapes[path][0])
                 row += self._shapes[path][0]
 
+    def runs(self, paths: Sequence[str]) -> list[Run]:
+        """Where the parameters at ``paths`` lie, one after another. For a ``StoredCheckpoint``."""
+        from drivetrain.models.weights.feed import Run
+
+        checkpoint = cast("StoredCheckpoint", self._checkpoint)
+        runs = []
+        for path in paths:
+            name, first, end = self._parts[path]
+            row = prod(self._shapes[path][1:])
+            runs.append(Run(stored=checkpoint.stored(name), first=first * row, count=(end - first) * row))
+        return runs
+
+    @property
+    def in_files(self) -> bool:
+        """Whether ``runs`` can be asked for."""
+        return hasattr(self._checkpoint, "stored")
+
+    def empty(self, paths: Sequence[str], dtype: torch.dtype, runtime: DeviceRuntime) -> torch.Tensor:
+        """Return a device tensor for the parameters at ``paths``, joined along dimension 0."""
+        rows = sum(self._shapes[path][0] for path in paths)
+        return runtime.empty((rows, *self._shapes[paths[0]][1:]), dtype)
+
     def load(self, paths: Sequence[str], dtype: torch.dtype, runtime: DeviceRuntime) -> torch.Tensor:
         """Return the parameters at ``paths``, joined along dimension 0, on the device."""
         pattern = getattr(self._checkpoint, "pattern", None)
         if pattern is None or not all((path,) in self._whole for path in paths):
             return runtime.from_host(self.read(paths, dtype))
-        rows = sum(self._shapes[path][0] for path in paths)
-        joined = runtime.empty((rows, *self._shapes[paths[0]][1:]), dtype)
+        joined = self.empty(paths, dtype, runtime)
         first = 0
         for path in paths:
             end = first + self._shapes[path][0]

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -26,6 +27,16 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Where a tensor's values lie one after another, little-endian: from byte ``offset`` of a file on, of torch's
+    ``dtype``."""
+
+    path: Path
+    offset: int
+    dtype: str
 
 
 class Checkpoint(Protocol):
@@ -83,6 +94,13 @@ class PatternCheckpoint(Protocol):
 
     def pattern(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [n] that the tensor, flattened, repeats; on the host."""
+
+
+class StoredCheckpoint(Protocol):
+    """Optional, beside ``Checkpoint``: tensors that lie in files as plain values can be read by several threads."""
+
+    def stored(self, name: str) -> Stored:
+        """Return where a tensor lies. WeightsError when its dtype is none of a weight."""
 
 
 def repeat(pattern: torch.Tensor, target: torch.Tensor) -> None:

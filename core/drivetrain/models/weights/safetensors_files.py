@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: one file or shards with an index, memory-mapped, read tensor by tensor."""
+"""Safetensors checkpoints: one file or shards with an index, memory-mapped and read tensor by tensor, or by place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.errors import WeightsError
-from drivetrain.models.weights.checkpoint import TensorInfo
+from drivetrain.models.weights.checkpoint import Stored, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +40,13 @@ class SafetensorsCheckpoint:
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
+        self._offsets: dict[str, int] = {}
         claimed = self._index()
         for path in self._paths(claimed):
-            for name, info in _header(path).items():
+            for name, (info, offset) in _header(path).items():
                 if name in self._where:
                     raise WeightsError(f"tensor {name} is in both {self._where[name].name} and {path.name}")
-                self._where[name], self._infos[name] = path, info
+                self._where[name], self._infos[name], self._offsets[name] = path, info, offset
         for name, shard in claimed.items():
             if self._where.get(name, Path()).name != shard:
                 raise WeightsError(
@@ -57,7 +58,7 @@ class SafetensorsCheckpoint:
         return self._infos
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        path = self._where[name]
+        path = self.stored(name).path
         if path not in self._files:
             from safetensors import SafetensorError, safe_open
 
@@ -65,13 +66,19 @@ class SafetensorsCheckpoint:
                 self._files[path] = safe_open(str(path), framework="pt", device="cpu")
             except SafetensorError as error:
                 raise _cut(path, str(error)) from error
-        if self._infos[name].dtype not in {DTYPES[kind][0] for kind in FLOATS}:
-            raise WeightsError(
-                f"tensor {name} of {path.name} has dtype {self._infos[name].dtype}",
-                fix="this engine loads float weights; quantized formats are not served yet",
-            )
+            except OSError as error:
+                raise WeightsError(f"{path} can't be read: {error}", fix="check the file") from error
         tensor: torch.Tensor = self._files[path].get_tensor(name)
         return tensor.to(dtype)
+
+    def stored(self, name: str) -> Stored:
+        path, dtype = self._where[name], self._infos[name].dtype
+        if dtype not in {DTYPES[kind][0] for kind in FLOATS}:
+            raise WeightsError(
+                f"tensor {name} of {path.name} has dtype {dtype}",
+                fix="this engine loads float weights; quantized formats are not served yet",
+            )
+        return Stored(path=path, offset=self._offsets[name], dtype=dtype)
 
     def close(self) -> None:
         self._files.clear()
@@ -110,8 +117,8 @@ class SafetensorsCheckpoint:
         return paths
 
 
-def _header(path: Path) -> dict[str, TensorInfo]:
-    """Read and check one file's header (format: 8 bytes of length, JSON, data)."""
+def _header(path: Path) -> dict[str, tuple[TensorInfo, int]]:
+    """Read and check one file's header (format: 8 bytes of length, JSON, data). Returns tensors and their places."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -138,8 +145,20 @@ def _header(path: Path) -> dict[str, TensorInfo]:
             raise _cut(path, f"tensor {name} of shape {list(shape)} claims {end - begin} bytes")
         if 8 + length + end > size:
             raise _cut(path, f"tensor {name} ends at byte {8 + length + end}, the file has {size}")
-        found[name] = TensorInfo(shape=shape, dtype=DTYPES[kind][0], nbytes=end - begin)
+        found[name] = TensorInfo(shape=shape, dtype=DTYPES[kind][0], nbytes=end - begin), 8 + length + begin
+    _check_places(found, path, 8 + length, size)
     return found
+
+
+def _check_places(found: Mapping[str, tuple[TensorInfo, int]], path: Path, begin: int, size: int) -> None:
+    """The format has tensors lie one after another, from the header's end to the file's. WeightsError otherwise."""
+    at = begin
+    for offset, nbytes, name in sorted((offset, info.nbytes, name) for name, (info, offset) in found.items()):
+        if offset != at:
+            raise _cut(path, f"tensor {name} begins at byte {offset}, the one before it ends at {at}")
+        at += nbytes
+    if at != size:
+        raise _cut(path, f"its tensors end at byte {at}, the file has {size}")
 
 
 def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
