@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain.dist.executor import Executor
@@ -132,6 +133,10 @@ class Loop:
     def stats(self) -> SchedulerStats:
         """Return the present figures; all gauges are 0 when nothing is queued or running."""
         return self.scheduler.stats()
+
+    def figures(self) -> Mapping[str, int]:
+        """Return the executor's figures."""
+        return self.executor.figures()
 
     def check_integrity(self) -> None:
         """Raise AssertionError naming the first inconsistency of blocks, slabs, index and counters."""

@@ -116,6 +116,7 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
     caches = allocate_caches(backend, decoder, memory.cache)
     sizes = runner_sizes(config, described, memory.max_model_len, parts.max_drafts)
     runner = Runner(backend, decoder, caches, sizes, described.ops, parts.drafter)
+    runner.reserve.plan(graphs=memory.graphs, step=0 if measure else memory.step)
     warm = time.perf_counter()
     limits = step_limits(backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
     if backend.shapes.dynamic and not measure:
@@ -139,5 +140,6 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
             "weights_loaded_bytes": loaded.weight_bytes,
             "measured_peak_bytes": check.measured,
             "memory_error": check.error,
+            "graphs_measured_bytes": runner.reserve.taken,
         },
     )

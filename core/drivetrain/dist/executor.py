@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from drivetrain.sched.plan import LateInput, StepPlan, StepResult
@@ -37,6 +38,9 @@ class Executor(Protocol):
     def later(self) -> bool:
         """Do one piece of work that was put off at the start, without waiting for the device. Returns whether there was
         any."""
+
+    def figures(self) -> Mapping[str, int]:
+        """Return counts of what was put off and of memory, by the names of ``server.messages.Stats``; cheap."""
 
     def close(self) -> None:
         """Forget what is in flight and free the device's memory."""

@@ -36,6 +36,19 @@ class InlineExecutor:
         """Draw for the rows that can."""
         self.runner.sample(plan_id, late)
 
+    def figures(self) -> dict[str, int]:
+        """Graphs: captured, in all, given up, bytes planned and taken; parts of steps done again for want of memory."""
+        graphs, reserve = self.runner.graphs, self.runner.reserve
+        return {
+            "graphs_captured": graphs.count,
+            "graphs_wanted": graphs.wanted,
+            "graphs_given_up": graphs.given_up,
+            "graphs_planned_bytes": reserve.planned,
+            "graphs_measured_bytes": reserve.taken,
+            "memory_retries": reserve.retried,
+            "memory_least_free_bytes": reserve.least_free,
+        }
+
     @property
     def depth(self) -> int:
         """Plans that may be in flight at once."""
@@ -131,6 +144,10 @@ class StagedExecutor:
     def later(self) -> bool:
         """Nothing is put off: stages capture no graphs."""
         return False
+
+    def figures(self) -> dict[str, int]:
+        """None: stages capture no graphs."""
+        return {}
 
     def close(self) -> None:
         """Close every stage."""

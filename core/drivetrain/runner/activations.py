@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec
-from drivetrain.runner.drawing import DRAW_BYTES, DRAW_ELEMENT, LOGIT_BYTES, on_reference, rows_at_once
+from drivetrain.runner.drawing import (
+    BESIDE_BYTES,
+    DRAW_BYTES,
+    DRAW_ELEMENT,
+    LOGIT_BYTES,
+    SCALED_ELEMENT,
+    on_reference,
+    rows_at_once,
+)
 from drivetrain_api.v1 import DrawSpec, dtype_bytes
 
 if TYPE_CHECKING:
@@ -26,14 +34,16 @@ REFERENCE_COPIES = 3
 class StepSizes:
     """The largest step. ``logits``: rows that sample; ``workspace``: bytes of attention beside its in- and outputs.
 
-    ``reference_draw``: whether draws run on the reference, whose noise is computed for every token. ``lean``: no op of
-    the layers runs on the reference, which holds what it computes in float32 too.
+    ``reference_draw``: whether draws run on the reference, whose noise is computed for every token; ``filters``:
+    whether the scaled logits of a backend's own filters are counted, and log-probabilities. ``lean``: no op of the
+    layers runs on the reference, which holds what it computes in float32 too.
     """
 
     tokens: int
     logits: int
     workspace: int
     reference_draw: bool
+    filters: bool = False
     lean: bool = False
 
     @staticmethod
@@ -116,12 +126,15 @@ def live_elements(layer: LayerSpec, hidden: int) -> int:
 
 
 def sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Return the bytes of sampling's peak: hidden states of all rows that sample, logits and draws of those that are
-    done at once."""
-    element = _element_bytes(spec)
-    element += 8 if spec.logit_soft_cap is not None else 0
+    """Return the bytes of sampling's peak: hidden states of all rows that sample, logits of those that are done at
+    once, and the larger of what lies beside float32 logits: while they are made, their own type's and the cap's; once
+    they are, what draws and log-probabilities hold."""
+    beside = _element_bytes(spec) - 4 + (8 if spec.logit_soft_cap is not None else 0)
     rows = rows_at_once(sizes.logits, spec.vocabulary, LOGIT_BYTES, 4)
-    logits = rows * spec.vocabulary * element
-    drawn = rows_at_once(rows, spec.vocabulary, DRAW_BYTES, DRAW_ELEMENT) if sizes.reference_draw else 1
+    drawn = rows_at_once(rows, spec.vocabulary, DRAW_BYTES, DRAW_ELEMENT) * DRAW_ELEMENT
+    if not sizes.reference_draw:
+        filtered = rows_at_once(rows, spec.vocabulary, BESIDE_BYTES, SCALED_ELEMENT) * SCALED_ELEMENT
+        reported = rows_at_once(rows, spec.vocabulary, BESIDE_BYTES, DRAW_ELEMENT) * DRAW_ELEMENT
+        drawn = max(filtered, reported) if sizes.filters else DRAW_ELEMENT
     hidden = 3 * sizes.logits * spec.hidden * dtype_bytes(spec.activation_dtype)
-    return hidden + logits + drawn * spec.vocabulary * DRAW_ELEMENT
+    return hidden + spec.vocabulary * (rows * 4 + max(rows * beside, drawn))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 LOGIT_BYTES = 256 << 20  # float32 logits held at once
 DRAW_BYTES = 256 << 20  # what the reference may hold beside them
+BESIDE_BYTES = 128 << 20  # the same for filtered draws of a backend's own, and for log-probabilities alone: no more
+# than the logits took in a type of two bytes before they were float32
+SCALED_ELEMENT = 4  # bytes a token of the scaled logits that a backend's own filters hold
 DRAW_ELEMENT = 48  # bytes a token that the reference's noise, filters and sorts hold
 
 
@@ -60,8 +63,7 @@ class Drawer:
     def _rows(self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
         logits = self._logits(hidden)
         count = logits.shape[0]
-        dear = (self._dear_draw and not inputs.all_greedy) or (self._dear_logprobs and alternatives is not None)
-        step = rows_at_once(count, self._vocabulary, DRAW_BYTES, DRAW_ELEMENT) if dear and not self._fixed else count
+        step = count if self._fixed else self._at_once(count, inputs, alternatives)
         if step == count:
             return self._some(logits, inputs, alternatives)
         pieces = []
@@ -69,6 +71,16 @@ class Drawer:
             part = slice(a, a + step)
             pieces.append(self._some(logits[part], rows_of(inputs, a, a + step), alternatives))
         return _joined(pieces)
+
+    def _at_once(self, count: int, inputs: SamplingInputs, alternatives: int | None) -> int:
+        """How many of ``count`` rows are drawn and reported at once."""
+        if self._dear_draw and not inputs.all_greedy:
+            return rows_at_once(count, self._vocabulary, DRAW_BYTES, DRAW_ELEMENT)
+        if self._dear_logprobs and alternatives is not None:
+            return rows_at_once(count, self._vocabulary, BESIDE_BYTES, DRAW_ELEMENT)
+        if not inputs.all_greedy and (inputs.any_top_k or inputs.any_top_p or inputs.any_min_p):
+            return rows_at_once(count, self._vocabulary, BESIDE_BYTES, SCALED_ELEMENT)
+        return count
 
     def _some(self, logits: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
         tokens = self._draw(logits, inputs, STREAM_TARGET).to(torch.int32)

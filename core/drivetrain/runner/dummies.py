@@ -32,15 +32,22 @@ def capture_plan(runner: Runner, shape: BatchShape) -> StepPlan:
 
 def capture_missing(runner: Runner) -> bool:
     """Capture one bucket that is still missing. Returns whether there was any. Never waits for the device; when a
-    capture fails its steps stay eager, and no other is tried."""
-    shape = runner.graphs.missing()
+    capture fails or would not fit its steps stay eager, and no other is tried."""
+    shape, reserve = runner.graphs.missing(), runner.reserve
     if shape is None:
         return False
+    if not reserve.fits(shape.tokens):
+        runner.graphs.give_up()
+        return True
+    ran_out = False
     try:
         runner.capture(capture_plan(runner, shape), shape)
     except Exception as error:
         logger.error("steps of %d tokens could not be captured; they run eagerly", shape.tokens, exc_info=error)
         runner.graphs.give_up()
+        ran_out = reserve.ran_out(error)
+    if ran_out:
+        reserve.renew()  # what the failed capture held went with its error
     return True
 
 

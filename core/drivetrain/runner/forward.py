@@ -193,6 +193,11 @@ class ForwardPass:
         values = device.from_host(given).to(hidden.dtype)
         return {**carry, "hidden": torch.where(device.from_host(replaced), values, hidden)}
 
+    def repeatable(self) -> bool:
+        """Whether layers may be run once more over the same inputs: writing a slot twice changes nothing, advancing a
+        state twice would."""
+        return all(place.paged is not None for place in self.places)
+
     def close(self) -> None:
         """Drop the caches."""
         self.caches = ()

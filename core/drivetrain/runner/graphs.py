@@ -144,6 +144,16 @@ class DecodeGraphs:
         """Buckets that are captured now."""
         return len(self._captured) + len(self._chunks)
 
+    @property
+    def wanted(self) -> int:
+        """Buckets in all."""
+        return len(self.buckets) + len(self.chunks)
+
+    @property
+    def given_up(self) -> int:
+        """Buckets that will not be captured any more."""
+        return self.wanted - self.count if self._given_up else 0
+
     def find(self, plan: StepPlan) -> Captured | None:
         """Return the captured bucket that serves this plan, None when it has to run eagerly."""
         if not self.buckets or plan.embeds or plan.positions or plan.exports or plan.num_rows == 0:

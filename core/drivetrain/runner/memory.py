@@ -160,7 +160,7 @@ def _plan(request: MemoryRequest) -> MemoryPlan:
     backend, config, base = request.backend, request.runner, request.baseline
     shape = table_shape(backend, request.decoder, config)
     host = backend.capabilities.shared_host_memory
-    sizes = StepSizes.of(request.decoder, request.ops, config)
+    sizes = replace(StepSizes.of(request.decoder, request.ops, config), filters=not host)
     free = base.total - base.others - base.context
     layers = layer_bytes(request.decoder.spec, sizes)
     staging = staging_capacity(shape, config) * 4 * (config.depth + 1) * (2 if host else 1)
@@ -231,7 +231,7 @@ def _wanted(request: MemoryRequest) -> int:
 
 def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     """What captured steps keep: the backend's estimate, and the activations of the largest bucket's two phases, which
-    all buckets share."""
+    all buckets share; they draw greedily."""
     backend, config, spec = request.backend, request.runner, request.decoder.spec
     if backend.graphs is None:
         return 0
@@ -239,7 +239,7 @@ def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     own = int(backend.memory.graph_estimate(buckets.graphs, buckets.most_tokens).get("bytes", 0))
     if not own:
         return 0
-    largest = replace(sizes, tokens=buckets.most_tokens, logits=buckets.most_rows)
+    largest = replace(sizes, tokens=buckets.most_tokens, logits=buckets.most_rows, filters=False)
     return own + layer_bytes(spec, largest) + sampling_bytes(spec, largest)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from drivetrain.runner.flight import InFlight
 from drivetrain.runner.forward import ForwardPass
 from drivetrain.runner.graphs import Captured, DecodeGraphs, buckets_of
 from drivetrain.runner.pooling import Pooler
+from drivetrain.runner.reserve import Reserve
 from drivetrain.runner.results import assemble, failed
 from drivetrain.runner.rows import LOGPROBS, POOLING, RowTables
 from drivetrain.runner.sampler import RowUpdate, Sampler, SampleSet, late_mask
@@ -58,7 +60,7 @@ class Runner:
         drafter: Drafter | None = None,
     ) -> None:
         self.backend, self.decoder, self.caches, self.config = backend, decoder, tuple(caches), config
-        self.runtime = backend.device
+        self.runtime, self.reserve = backend.device, Reserve(backend)
         group_ids = config.group_ids if config.group_ids is not None else tuple(range(len(decoder.groups)))
         shape = table_shape(backend, decoder, config)
         self.tables = RowTables(self.runtime, shape)
@@ -136,7 +138,8 @@ class Runner:
             self._replay(flight, captured, views)
             return
         prepared = self.passes.prepare(batch, views)
-        self._layers(flight, batch, views, prepared, carry)
+        layers = partial(self._layers, flight, batch, views, prepared, carry)
+        self.reserve.once_more(layers, self.passes.repeatable)
 
     def _changes(self, plan: StepPlan) -> Pack:
         """Begin an upload with what later plans rely on even if this one can't run: row changes, freed blocks."""
@@ -182,7 +185,7 @@ class Runner:
                 part.lengths = part.positions = prepared.lengths
                 continue
             picked = {name: tensor.index_select(0, part.views["tokens"]) for name, tensor in carry.items()}
-            self._keep(part, prepared, self.decoder.finish(picked))
+            part.take(prepared, self.decoder.finish(picked))
 
     def _replay(self, flight: InFlight, captured: Captured, views: dict[str, torch.Tensor]) -> None:
         self.graphs.run(captured, views)
@@ -193,20 +196,14 @@ class Runner:
                 captured.sample_set(part)
             else:
                 part.adopt(prefix, views)
-                self._keep(part, captured.prepared, captured.hidden.index_select(0, part.views["tokens"]))
+                part.take(captured.prepared, captured.hidden.index_select(0, part.views["tokens"]))
 
     def _keep_hidden(
         self, flight: InFlight, views: dict[str, torch.Tensor], prepared: Prepared, hidden: torch.Tensor
     ) -> None:
         for prefix, part in flight.sets():
             part.adopt(prefix, views)
-            self._keep(part, prepared, hidden.index_select(0, part.views["tokens"]))
-
-    @staticmethod
-    def _keep(part: SampleSet, prepared: Prepared, hidden: torch.Tensor) -> None:
-        part.hidden = hidden
-        part.positions = prepared.positions.index_select(0, part.views["tokens"]) + 1
-        part.lengths = prepared.lengths.index_select(0, part.views["batch_rows"])
+            part.take(prepared, hidden.index_select(0, part.views["tokens"]))
 
     def _choose_samples(self, flight: InFlight, batch: BatchArrays) -> None:
         """Split the sampling rows into early and late ones; rows that pool draw nothing."""
@@ -255,7 +252,7 @@ class Runner:
     def capture(self, plan: StepPlan, shape: BatchShape) -> None:
         """Record the bucket of a shape by a dummy plan that fills it."""
         with self.runtime.activate(), torch.no_grad():
-            self.graphs.capture(plan, self.builder.arrays(plan, shape))
+            self.reserve.measured(lambda: self.graphs.capture(plan, self.builder.arrays(plan, shape)))
 
     def rehearse(self, plan: StepPlan, shape: BatchShape) -> None:
         """Run what ``capture`` would record."""
@@ -332,7 +329,7 @@ class Runner:
         captured = flight.captured
         if captured is not None and part.arrays.whole and captured.draws(flight.facts):
             return captured.draw(part)
-        return self._sampler.run(part, mask)
+        return self.reserve.once_more(partial(self._sampler.run, part, mask), lambda: part.hidden is not None)
 
     def _alive(self, part: SampleSet) -> np.ndarray:
         """Which rows of a set still belong to the request that the plan meant, [n] bool."""

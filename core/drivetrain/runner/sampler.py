@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from drivetrain.runner.batch import SampleArrays
     from drivetrain.runner.staging import Pack
     from drivetrain.sched.plan import LateInput
-    from drivetrain_api.v1 import HostCopy
+    from drivetrain_api.v1 import HostCopy, Prepared
 
 
 @dataclass(slots=True)
@@ -75,6 +75,12 @@ class SampleSet:
             self.views = {"rows": views["rows"], "logit_rows": views["rows"]}
             return
         self.views = {name[len(prefix) :]: view for name, view in views.items() if name.startswith(prefix)}
+
+    def take(self, prepared: Prepared, hidden: torch.Tensor) -> None:
+        """Take the hidden states of the set's tokens, [N', hidden], and what was prepared for their rows."""
+        self.hidden = hidden
+        self.positions = prepared.positions.index_select(0, self.views["tokens"]) + 1
+        self.lengths = prepared.lengths.index_select(0, self.views["batch_rows"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
     try:
         compile_ahead(runner, limits)
         largest = backend.memory.measure(lambda: run_largest(runner, measured))
+        runner.reserve.hold()
         for plan in () if backend.shapes.dynamic else fixed_plans(runner, limits):
             for variant in variants(runner):
                 run_dummy(runner, plan, variant)

@@ -156,6 +156,8 @@ def stats_of(loop: StepLoop) -> Stats:
     figures = loop.stats()
     values = {name: int(getattr(figures, name, 0)) for name in Stats.__struct_fields__}
     values["steps"] = int(getattr(loop, "steps", values["steps"]))
+    own: Callable[[], Mapping[str, int]] = getattr(loop, "figures", dict)
+    values |= own()
     return Stats(**values)
 
 

@@ -156,6 +156,13 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     steps: int = 0
+    graphs_captured: int = 0
+    graphs_wanted: int = 0
+    graphs_given_up: int = 0
+    graphs_planned_bytes: int = 0
+    graphs_measured_bytes: int = 0
+    memory_retries: int = 0
+    memory_least_free_bytes: int = 0
 
 
 ToLoop = Launch | Submit | Abort | Stop

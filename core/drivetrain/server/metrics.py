@@ -42,6 +42,12 @@ class Metrics:
         self._prefix = Gauge(
             "loop_prefix_tokens", "Prompt tokens looked up and found since the loop started", ["what"], **own
         )
+        self._graphs = Gauge("loop_graphs", "Captured steps of the loop", ["what"], **own)
+        self._graph_bytes = Gauge("loop_graph_bytes", "Device memory of captured steps", ["what"], **own)
+        self._retries = Gauge(
+            "loop_memory_retries", "Steps done again for want of memory since the loop started", **own
+        )
+        self._least_free = Gauge("loop_memory_least_free_bytes", "Least free device memory seen by the loop", **own)
         for reason in FINISH_REASONS:
             self.finished.labels(reason)
         self.take_stats(Stats())
@@ -55,6 +61,13 @@ class Metrics:
         self._steps.set(stats.steps)
         self._prefix.labels("queried").set(stats.prefix_query_tokens)
         self._prefix.labels("hit").set(stats.prefix_hit_tokens)
+        self._graphs.labels("captured").set(stats.graphs_captured)
+        self._graphs.labels("wanted").set(stats.graphs_wanted)
+        self._graphs.labels("given_up").set(stats.graphs_given_up)
+        self._graph_bytes.labels("planned").set(stats.graphs_planned_bytes)
+        self._graph_bytes.labels("measured").set(stats.graphs_measured_bytes)
+        self._retries.set(stats.memory_retries)
+        self._least_free.set(stats.memory_least_free_bytes)
 
     def take_ready(self, ready: Ready) -> None:
         """Take the figures of the loop's start."""

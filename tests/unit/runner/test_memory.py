@@ -13,7 +13,7 @@ from drivetrain.models.build import build
 from drivetrain.models.families import read_spec
 from drivetrain.models.source import resolve
 from drivetrain.ops import Ops
-from drivetrain.runner import drawing
+from drivetrain.runner import drawing, memory
 from drivetrain.runner.activations import StepSizes, layer_bytes, live_elements, sampling_bytes
 from drivetrain.runner.caches import allocate_caches
 from drivetrain.runner.drawing import Drawer, rows_at_once
@@ -127,6 +127,35 @@ def test_sampling_counts_the_reference_draw_for_the_rows_it_does_at_once(config,
     assert cheap >= 40 * spec.vocabulary * 4
 
 
+def test_what_lies_beside_float32_logits_is_counted_once(config, monkeypatch) -> None:
+    """Logits of two bytes are gone before draws hold anything: the larger of the two is counted, not both."""
+    spec = read_spec(config, "bfloat16")
+    vocabulary, hidden = spec.vocabulary, 3 * 40 * spec.hidden * 2
+    greedy = StepSizes(tokens=50, logits=40, workspace=0, reference_draw=False)
+    assert sampling_bytes(spec, greedy) == hidden + vocabulary * 40 * 6
+    filters = replace(greedy, filters=True)
+    assert sampling_bytes(spec, filters) == hidden + vocabulary * (40 * 4 + 40 * drawing.DRAW_ELEMENT)
+    for rows, beside in ((30, 30 * 4), (15, 40 * 2)):
+        monkeypatch.setattr("drivetrain.runner.activations.BESIDE_BYTES", rows * 4 * vocabulary)
+        assert sampling_bytes(spec, filters) == hidden + vocabulary * (40 * 4 + beside)
+
+
+def test_only_a_devices_plan_counts_filters_and_log_probabilities(config) -> None:
+    apart = request_of(config)
+    capabilities = replace(apart.backend.capabilities, shared_host_memory=True)
+    shared = replace(apart, backend=replace(apart.backend, capabilities=capabilities))
+    sizes = replace(StepSizes.of(apart.decoder, apart.ops, apart.runner), reference_draw=False)
+    spec = apart.decoder.spec
+    assert sampling_bytes(spec, sizes) < sampling_bytes(spec, replace(sizes, filters=True))
+    seen = []
+    memory.sampling_bytes, kept = lambda spec, sizes: (seen.append(sizes.filters), 0)[1], memory.sampling_bytes
+    try:
+        plan_memory(shared), plan_memory(apart)
+    finally:
+        memory.sampling_bytes = kept
+    assert seen == [False, True]
+
+
 def test_an_error_is_a_part_of_what_was_measured(config) -> None:
     plan = plan_memory(request_of(config, cache_bytes=12 * MIB))
     check = compare(plan, plan.peak * 2)
@@ -194,3 +223,43 @@ def test_draws_in_pieces_are_those_of_one_piece(monkeypatch, greedy: bool) -> No
     good = torch.tensor([i for i in range(count) if i != 4])
     for name, values in whole.logprobs.items():
         assert torch.allclose(values[good].to(torch.float64), pieces.logprobs[name][good].to(torch.float64), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("filters", "alternatives", "dear", "limit", "element"),
+    [
+        ({}, None, False, "", 0),
+        ({"any_top_k": True}, None, False, "BESIDE_BYTES", 4),
+        ({"any_min_p": True}, None, False, "BESIDE_BYTES", 4),
+        ({"any_top_p": True}, 3, False, "BESIDE_BYTES", drawing.DRAW_ELEMENT),
+        ({"all_greedy": True}, 0, True, "BESIDE_BYTES", drawing.DRAW_ELEMENT),
+        ({"all_greedy": True}, None, True, "", 0),
+        ({"any_top_p": True}, 3, True, "DRAW_BYTES", drawing.DRAW_ELEMENT),
+    ],
+)
+def test_rows_are_drawn_as_many_at_once_as_the_plan_counts(
+    monkeypatch, filters, alternatives, dear, limit, element
+) -> None:
+    vocabulary = 53
+    drawer = Drawer(Ops(host(), block_tokens=16), vocabulary=vocabulary, fixed_shapes=False, logits=lambda rows: rows)
+    drawer._dear_draw, drawer._dear_logprobs = dear, True
+    each = torch.zeros(11)
+    sizes = []
+    draw = drawer._draw
+    drawer._draw = lambda logits, *given: (sizes.append(len(logits)), draw(logits, *given))[1]
+    facts = {"all_greedy": False, "any_top_k": False, "any_top_p": False, "any_min_p": False} | filters
+    inputs = SamplingInputs(
+        temperature=each,
+        top_k=each.int(),
+        top_p=each + 1,
+        min_p=each,
+        seed=each.long(),
+        position=each.int(),
+        sample=each.int(),
+        mask=None,
+        **facts,
+    )
+    if limit:
+        monkeypatch.setattr(drawing, limit, 4 * element * vocabulary)
+    drawer.run(torch.zeros(11, vocabulary), inputs, alternatives)
+    assert sizes == ([4, 4, 3] if limit else [11])

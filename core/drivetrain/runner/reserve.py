@@ -1,0 +1,134 @@
+"""Memory after ready: the largest step's stays held, a capture begins only where it fits, out of memory is survived.
+
+Nothing else of this process allocates on the device once it serves. With the largest step's bytes held by the
+allocator, what the device has left over is for captures alone: the planned bytes of the graphs, and the slack.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from drivetrain_api.v1 import ErrorClass, torch_dtype
+
+if TYPE_CHECKING:
+    from drivetrain_api.v1 import Backend
+
+MIB = 1 << 20
+MARGIN = 32 * MIB  # stays free whatever is captured: what the allocator rounds up
+Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+
+
+class Reserve:
+    """What is planned for graphs and for the largest step of one runner, in bytes, and what captures took.
+
+    ``planned``: of all graphs. ``taken``: what the device had less after the captures than before them. ``retried``:
+    pieces of steps that ran out of memory and were done again. ``least_free``: of the device, of all times when it was
+    looked at (around captures and when memory ran out); 0 before the first.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._runtime, self._memory = backend.device, backend.memory
+        self._host = backend.capabilities.shared_host_memory
+        self._step = self._open = 0  # of the largest step; the part of it that the allocator does not hold
+        self._most = 0  # the most that one capture took, beside the first one, which fills the pool that all share
+        self._captures = 0
+        self.planned = self.taken = self.retried = self.least_free = 0
+
+    def plan(self, graphs: int, step: int) -> None:
+        """Take over what the memory plan says. ``step`` 0: nothing is held ahead."""
+        self.planned, self._step = graphs, 0 if self._host else step
+        self._open = self._step
+
+    def hold(self) -> None:
+        """Let the allocator keep the largest step's bytes: they are taken in one piece and given back to it. Said when
+        they are not there; the engine goes on."""
+        if not self._step:
+            return
+        self._open = self._step
+        try:
+            piece = self._runtime.empty((self._step,), torch_dtype("uint8"))
+            without = self.free()
+            del piece
+            self._open = max(0, self.free() - without)
+        except Exception as error:
+            if not self.ran_out(error):
+                raise
+            logger.error(
+                "memory: the largest step's %d MiB are not there, %d MiB are free: large steps may fail; "
+                "lower --memory-utilization",
+                self._step // MIB,
+                self.free() // MIB,
+            )
+
+    def free(self) -> int:
+        """Bytes that the device has left."""
+        free = self._runtime.memory().free
+        self.least_free = min(self.least_free or free, free)
+        return free
+
+    def expected(self, tokens: int) -> int:
+        """Return the bytes that the next capture may take: as measured on earlier ones, else as planned."""
+        own = int(self._memory.graph_estimate(2, tokens).get("bytes", 0))
+        return max(own, self._most if self._captures > 1 else self.planned - self.taken)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether the next capture leaves the largest step what is its own. Says so where it does not."""
+        if not self.planned:
+            return True
+        free, expected = self.free(), self.expected(tokens)
+        if expected + self._open + MARGIN <= free:
+            return True
+        logger.warning(
+            "memory: a graph of %d tokens may take %d MiB, %d MiB are free of which the largest step may take %d: no "
+            "more graphs are captured, such steps run eagerly (%d captures took %d MiB of %d planned)",
+            tokens,
+            expected // MIB,
+            free // MIB,
+            self._open // MIB,
+            self._captures,
+            self.taken // MIB,
+            self.planned // MIB,
+        )
+        return False
+
+    def measured(self, capture: Callable[[], None]) -> None:
+        """Run a capture and count what it takes."""
+        before = self.free()
+        capture()
+        took = max(0, before - self.free())
+        if self._captures:
+            self._most = max(self._most, took)
+        self._captures += 1
+        self.taken += took
+
+    def once_more(self, run: Callable[[], Result], possible: Callable[[], bool] = lambda: True) -> Result:
+        """Run a piece of a step. Where it goes out of memory and that is possible, once more with all that the
+        allocator kept given back."""
+        try:
+            return run()
+        except Exception as error:
+            if not self.ran_out(error) or not possible():
+                raise
+            text = str(error)
+        self.clear()  # out of the handler: what the failed run held went with its error
+        self.retried += 1
+        logger.warning("memory: a step ran out of it and is done again, %d MiB are free: %s", self.free() // MIB, text)
+        return run()
+
+    def clear(self) -> None:
+        """Give back what the allocator keeps. Waits for the device."""
+        self._runtime.synchronize()
+        self._runtime.trim()
+        self._open = self._step
+
+    def renew(self) -> None:
+        """Give back what the allocator keeps, and let it hold the largest step's bytes anew."""
+        self.clear()
+        self.hold()
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether an error says that memory ran out."""
+        return self._runtime.classify_error(error) is ErrorClass.OUT_OF_MEMORY
