@@ -136,7 +136,10 @@ class DeviceRuntime(Protocol):
         """Return unused cached memory to the system, where there is such a cache."""
 
     def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Make a host array from which ``upload`` is fastest (page-locked or mapped where that exists)."""
+        """Make a host array from which ``upload`` is fastest (page-locked or mapped where that exists).
+
+        Called from any thread, inside ``activate``, also while another thread uploads.
+        """
 
     def classify_error(self, error: BaseException) -> ErrorClass:
         """Say what an exception from device work means."""

@@ -283,12 +283,18 @@ class _AsynchronousRuntime:
         self._module.reset_peak_memory_stats(self.device)
 
     def trim(self) -> None:
+        import torch
+
         self._module.empty_cache()
+        empty_host = getattr(torch.accelerator, "empty_host_cache", None)  # page-locked memory; not in every torch
+        if empty_host is not None:
+            empty_host()
 
     def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         import torch
 
-        buffer: np.ndarray = self._host(tuple(shape), getattr(torch, dtype)).zero_().numpy()
+        buffer: np.ndarray = self._host(tuple(shape), getattr(torch, dtype)).numpy()
+        buffer.fill(0)  # numpy's: torch's would start threads of its own below each that calls this
         return buffer
 
     def classify_error(self, error: BaseException) -> ErrorClass:
