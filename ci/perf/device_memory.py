@@ -78,7 +78,8 @@ def main() -> None:
         while engine.loop.idle():
             count += 1
         found["captures"] = {"count": count, "seconds": time.perf_counter() - begin}
-        print("captured later", found["captures"])
+        found["graphs"] = dict(engine.loop.figures())
+        print("captured later", found["captures"], found["graphs"])
         note("all graphs")
         engine.generate(engine.prompts(1, 16), 4)
         note("a short prompt")

@@ -35,6 +35,8 @@ def capture_missing(runner: Runner) -> bool:
     capture fails or would not fit its steps stay eager, and no other is tried."""
     shape, reserve = runner.graphs.missing(), runner.reserve
     if shape is None:
+        if not runner.graphs.given_up:
+            reserve.tell(runner.graphs.count)
         return False
     if not reserve.fits(shape.tokens):
         runner.graphs.give_up()

@@ -104,6 +104,17 @@ class Reserve:
         self._captures += 1
         self.taken += took
 
+    def tell(self, graphs: int) -> None:
+        """Log what all captures took, where something was planned for them."""
+        if self.planned:
+            logger.info(
+                "memory: all %d steps are captured, in %d MiB of %d planned; %d MiB are free",
+                graphs,
+                self.taken // MIB,
+                self.planned // MIB,
+                self.free() // MIB,
+            )
+
     def once_more(self, run: Callable[[], Result], possible: Callable[[], bool] = lambda: True) -> Result:
         """Run a piece of a step. Where it goes out of memory and that is possible, once more with all that the
         allocator kept given back."""

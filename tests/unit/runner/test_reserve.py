@@ -232,6 +232,7 @@ def test_a_capture_that_would_not_fit_is_not_begun(checkpoint, caplog) -> None:
     assert (figures["graphs_captured"], figures["graphs_wanted"], figures["graphs_given_up"]) == (1, 2, 1)
     assert 0 < figures["memory_least_free_bytes"] <= MARGIN + MIB
     assert figures["graphs_planned_bytes"] == MIB and figures["graphs_measured_bytes"] == runner.reserve.taken > 0
+    assert "steps are captured" not in caplog.text
     assert len(serve(runner, 2)) == 7, "steps run eagerly"
     runner.close()
 
@@ -256,12 +257,13 @@ def test_a_capture_that_runs_out_of_memory_gives_back_and_the_step_is_held_again
 
 
 def test_captures_go_on_while_they_fit(checkpoint, many_graphs, caplog) -> None:
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.INFO)
     runner = warmed(checkpoint)
     while capture_missing(runner):
-        pass
+        assert "memory:" not in caplog.text
     figures = InlineExecutor(runner).figures()
     assert figures["graphs_captured"] == figures["graphs_wanted"] == runner.graphs.count > 9
-    assert figures["graphs_given_up"] == 0 and "memory:" not in caplog.text
+    assert figures["graphs_given_up"] == 0
+    assert f"memory: all {runner.graphs.count} steps are captured, in " in caplog.text and "of 1 planned" in caplog.text
     assert runner.graphs.missing() is None and shape(runner, 20).rows == 20
     runner.close()
