@@ -52,11 +52,9 @@ FIRST_TOKEN = """
 import json, time
 begin = time.perf_counter()
 from drivetrain.config import EngineConfig
-from drivetrain.launch import open_loop, resolve_device
+from drivetrain.launch import open_loop
 config = EngineConfig(**{settings!r})
-choice = resolve_device(config)
-resolved = time.perf_counter()
-opened = open_loop(config, choice)
+opened = open_loop(config)
 ready = time.perf_counter()
 import numpy as np
 from drivetrain.params import GenerateRequest, SamplingParams
@@ -67,7 +65,7 @@ tokens = 0
 while not tokens:
     tokens += sum(len(outputs.tokens) for outputs in opened.loop.step())
 end = time.perf_counter()
-times = dict(resolve_s=resolved - begin, open_s=ready - resolved, first_step_s=end - ready)
+times = dict(open_s=ready - begin, first_step_s=end - ready)
 print(json.dumps(times | dict(opened.figures)), flush=True)
 """
 

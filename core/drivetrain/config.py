@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -151,6 +151,12 @@ def environment() -> dict[str, str]:
 def set_environment(values: Mapping[str, str]) -> None:
     """Set variables that a backend needs before torch loads; clashes are checked by the caller."""
     os.environ.update(values)
+
+
+def unset_environment(names: Iterable[str]) -> None:
+    """Take back variables."""
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def hub_cache() -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.config import EngineConfig
 from drivetrain.errors import ConfigError, DeviceError
-from drivetrain.select.choose import Choice, choose, open_backend
+from drivetrain.select.choose import Choice, Told, choose, open_backend
 from drivetrain_api.v1.hooks import ConfigView
 
 if TYPE_CHECKING:
@@ -35,14 +35,19 @@ REPORT = "report this to the wheel's vendor"
 WARM_UP_TOKENS = 16
 
 
-def resolve_device(config: EngineConfig) -> Choice:
-    """Probe and choose. DeviceError with one message when the device asked for can't be had."""
+def resolve_device(config: EngineConfig, told: Told | None = None) -> Choice:
+    """Probe and choose. DeviceError with one message when the device asked for can't be had.
+
+    ``told``: gets, while a device that is named is still being probed, the variables that its backend wants of the
+    process which will run the loop, where these can be known.
+    """
     if config.tensor_parallel_size > 1:
         raise ConfigError(
             f"--tensor-parallel-size is {config.tensor_parallel_size}: this version runs a model on one device",
             fix="give 1",
         )
-    return choose(config.device, config.backend_options, config.probe_timeout)
+    view = None if told is None else view_of(config)
+    return choose(config.device, config.backend_options, config.probe_timeout, view=view, told=told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,8 +85,8 @@ class Opened:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-def view_of(config: EngineConfig, choice: Choice) -> ConfigView:
-    """Return the part of the configuration that the backend sees."""
+def view_of(config: EngineConfig, choice: Choice | None = None) -> ConfigView:
+    """Return the part of the configuration that the backend sees; without a choice no options."""
     return ConfigView(
         dtype=config.dtype,
         max_num_seqs=config.max_num_seqs,
@@ -89,7 +94,7 @@ def view_of(config: EngineConfig, choice: Choice) -> ConfigView:
         max_model_len=config.max_model_len,
         deterministic=config.deterministic,
         num_threads=config.num_threads,
-        options=choice.options,
+        options={} if choice is None else choice.options,
     )
 
 
@@ -191,10 +196,13 @@ def _problems(choice: Choice, backend: Backend, summary: PlanSummary) -> Sequenc
     return found
 
 
-def open_loop(config: EngineConfig, choice: Choice, parts: Parts = Parts()) -> Opened:
-    """Open everything and warm up; what comes back serves at once."""
+def open_loop(config: EngineConfig, choice: Choice | None = None, parts: Parts = Parts()) -> Opened:
+    """Open everything and warm up; what comes back serves at once. Without a choice the device is resolved here, and
+    torch loads meanwhile."""
+    from drivetrain.ahead import resolve_and_load
+
     with nothing_collected():
-        described = describe(config, choice)
+        described = describe(config, resolve_and_load(config) if choice is None else choice)
         from drivetrain.starting import start  # after the backend has set what torch must find when it loads
 
         return start(config, described, parts)

@@ -6,7 +6,7 @@ with LLM("path/to/model") as llm:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -45,22 +45,23 @@ class LLM:
         self._open(config, loop)
 
     def _open(self, config: EngineConfig, place: Place) -> None:
-        from drivetrain.launch import resolve_device
+        choice, open_loop, drop = _resolve(config, place)
+        try:
+            from drivetrain.tokens.text import load_text
 
-        choice = resolve_device(config)
-        from drivetrain.tokens.text import load_text
-
-        self.config = config
-        self.device = choice.name
-        with ThreadPoolExecutor(1) as beside:  # the tokenizer is read while the weights are
-            text = beside.submit(load_text, config)
-            opened = _open_loop(config, choice, place)
-            self._loop = opened[0]
-            try:
-                self._text: Text = text.result()
-            except BaseException:
-                self._loop.close()
-                raise
+            self.config = config
+            self.device = choice.name
+            with ThreadPoolExecutor(1) as beside:  # the tokenizer is read while the weights are
+                text = beside.submit(load_text, config)
+                opened = open_loop()
+                self._loop = opened[0]
+                try:
+                    self._text: Text = text.result()
+                except BaseException:
+                    self._loop.close()
+                    raise
+        finally:
+            drop()
         self.max_model_len: int = opened[1].max_model_len
         self.vocabulary: int = opened[1].vocabulary
         self.dtype: str = opened[1].dtype
@@ -168,15 +169,29 @@ def _each(params: Params, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def _open_loop(config: EngineConfig, choice: Choice, place: Place) -> tuple[Any, Any]:
-    """Return the loop and what tells ``max_model_len``, ``vocabulary`` and ``dtype``."""
+def _resolve(config: EngineConfig, place: Place) -> tuple[Choice, Callable[[], tuple[Any, Any]], Callable[[], None]]:
+    """Resolve the device; return it, what opens the loop, and what ends that which was begun for a loop that was never
+    opened. The loop comes with what tells ``max_model_len``, ``vocabulary`` and ``dtype``."""
     if place == "process":
-        from drivetrain.server.child import LoopSpec
-        from drivetrain.server.remote_loop import RemoteLoop
+        from drivetrain.ahead import resolve_and_begin
 
-        remote = RemoteLoop(LoopSpec(config=config, choice=choice))
-        return remote, remote
+        spec = resolve_and_begin(config)
+        assert spec.choice is not None
+
+        def remote() -> tuple[Any, Any]:
+            from drivetrain.server.remote_loop import RemoteLoop
+
+            loop = RemoteLoop(spec)
+            return loop, loop
+
+        return spec.choice, remote, spec.drop
+    from drivetrain.ahead import resolve_and_load
     from drivetrain.launch import open_loop
 
-    opened = open_loop(config, choice)
-    return opened.loop, opened
+    choice = resolve_and_load(config)
+
+    def inline() -> tuple[Any, Any]:
+        opened = open_loop(config, choice)
+        return opened.loop, opened
+
+    return choice, inline, lambda: None

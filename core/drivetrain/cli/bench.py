@@ -54,10 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; the numbers are medians over the passes after one warm-up pass."""
-    from drivetrain.launch import open_loop, resolve_device
+    from drivetrain.ahead import resolve_and_load
+    from drivetrain.launch import open_loop
 
     config, _ = configs(arguments)
-    choice = resolve_device(config)
+    choice = resolve_and_load(config)
     shape = Shape(
         num_requests=arguments.batch_size if arguments.what == "latency" else arguments.num_prompts,
         input_len=arguments.input_len,

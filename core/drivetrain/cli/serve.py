@@ -16,10 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped. The device is resolved first, so its errors precede the model's."""
-    from drivetrain.launch import resolve_device
+    from drivetrain.ahead import resolve_and_begin
 
     engine, server = configs(arguments)
-    choice = resolve_device(engine)
-    from drivetrain.server.serve import serve
+    spec = resolve_and_begin(engine)
+    try:
+        from drivetrain.server.serve import serve_spec
 
-    return serve(engine, server, choice)
+        return serve_spec(spec, server)
+    finally:
+        spec.drop()

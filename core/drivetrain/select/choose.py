@@ -11,7 +11,7 @@ from drivetrain.select.entrypoints import BackendEntry, find_backend, list_backe
 from drivetrain.select.environment import apply_environment, check_environment
 from drivetrain.select.load import LoadedBackend
 from drivetrain.select.options import Value, resolve_options
-from drivetrain.select.probe import DEFAULT_TIMEOUT, Probe, probe
+from drivetrain.select.probe import DEFAULT_TIMEOUT, Ask, Probe, Told, probe
 from drivetrain.select.versions import check_contract
 from drivetrain_api.v1.hooks import BackendInfo, ConfigView, DeviceRecord
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from drivetrain_api.v1.backend import Backend
 
 HOST = "cpu"
+FIRST = (0,)  # the device that is most likely picked where none is named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +44,27 @@ class Survey:
     aliases: tuple[str, ...] = ()
 
 
-def choose(device: str, options: Mapping[str, str], timeout: float = DEFAULT_TIMEOUT) -> Choice:
-    """Resolve ``--device``. DeviceError, never a fallback, when what was asked for can't be had."""
+def choose(
+    device: str,
+    options: Mapping[str, str],
+    timeout: float = DEFAULT_TIMEOUT,
+    *,
+    view: ConfigView | None = None,
+    told: Told | None = None,
+) -> Choice:
+    """Resolve ``--device``. DeviceError, never a fallback, when what was asked for can't be had.
+
+    ``told``: of a device that is named it gets, while that is still being probed, the variables which the backend wants
+    of a process that runs ``view``, most likely. Not called where they can't be known.
+    """
     name, ids = parse_device(device)
     if name == "auto":
         entry, result = _auto(survey(timeout))
     else:
         entry = find_backend(name, list_backends())
         check_contract(entry)
-        result = probe(entry, timeout)
+        ask = None if view is None else Ask(view=view, devices=ids or FIRST, given=dict(options))
+        result = probe(entry, timeout, ask, told)
         if result.outcome != "usable":
             raise DeviceError(f"{entry.prefix}: {result.reason}", fix=result.fix)
     assert result.info is not None

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from typing import IO, Literal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import IO, TYPE_CHECKING, Literal
 
 import msgspec
 
 from drivetrain.config import environment
 from drivetrain.select.entrypoints import BackendEntry, find_backend, list_backends
-from drivetrain_api.v1.hooks import BackendInfo, DeviceRecord, Unavailable
+from drivetrain_api.v1.hooks import BackendInfo, ConfigView, DeviceRecord, Unavailable
+
+if TYPE_CHECKING:
+    from drivetrain.select.load import LoadedBackend
 
 Outcome = Literal["usable", "unavailable", "import_failed", "raised", "hung", "crashed"]
 DEFAULT_TIMEOUT = 30.0
 MAX_ERRORS = 10_000
+GLANCE = 0.02  # seconds
+
+Told = Callable[[Mapping[str, str]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What else the child is asked before its probe: the variables that the backend wants of a process which will run
+    ``view`` on ``devices``, with ``given`` options. They are told as soon as they are known."""
+
+    view: ConfigView
+    devices: tuple[int, ...]
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,26 +52,25 @@ class Probe:
     fix: str = ""
 
 
-def probe(entry: BackendEntry, timeout: float = DEFAULT_TIMEOUT) -> Probe:
-    """Run one backend's probe in a spawned child of at most ``timeout`` seconds.
+def probe(
+    entry: BackendEntry, timeout: float = DEFAULT_TIMEOUT, ask: Ask | None = None, told: Told | None = None
+) -> Probe:
+    """Run one backend's probe in a spawned child of at most ``timeout`` seconds. ``told`` gets the answer to ``ask``
+    while the probe runs, if there is one.
 
     Only the child's own end is waited for: what it leaves behind may hold its files open, and is killed with it.
     """
+    deadline = time.monotonic() + timeout
     with tempfile.TemporaryFile() as answer_file, tempfile.TemporaryFile() as error_file:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "drivetrain.select.probe", entry.name, str(answer_file.fileno())],
-            pass_fds=(answer_file.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=error_file,
-            env={**environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-            start_new_session=True,
-        )
+        child, ahead = _start(entry, ask, answer_file, error_file)
         try:
-            status: int | None = child.wait(timeout)
+            if told is not None and (wanted := _hear(child, ahead, deadline)) is not None:
+                told(wanted)
+            status: int | None = child.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             status = None
         finally:
+            os.close(ahead)
             _end(child)
         if status is None:
             return Probe(
@@ -76,6 +94,50 @@ def probe(entry: BackendEntry, timeout: float = DEFAULT_TIMEOUT) -> Probe:
     )
 
 
+def _start(
+    entry: BackendEntry, ask: Ask | None, answer_file: IO[bytes], error_file: IO[bytes]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the child; returns it and the pipe on which it answers ``ask``."""
+    ahead, telling = os.pipe()
+    try:
+        with tempfile.TemporaryFile() as ask_file:
+            ask_file.write(msgspec.json.encode(ask))
+            ask_file.seek(0)
+            child = subprocess.Popen(
+                [sys.executable, "-m", "drivetrain.select.probe", entry.name, str(answer_file.fileno()), str(telling)],
+                pass_fds=(answer_file.fileno(), telling),
+                stdin=ask_file,
+                stdout=subprocess.DEVNULL,
+                stderr=error_file,
+                env={**environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+                start_new_session=True,
+            )
+    except BaseException:
+        os.close(ahead)
+        raise
+    finally:
+        os.close(telling)
+    return child, ahead
+
+
+def _hear(child: subprocess.Popen[bytes], ahead: int, deadline: float) -> dict[str, str] | None:
+    """Wait for the line that the child writes ahead of its probe; None when it writes none."""
+    line, heard = b"", select.poll()
+    heard.register(ahead, select.POLLIN)
+    while time.monotonic() < deadline:
+        if heard.poll(GLANCE * 1000):
+            piece = os.read(ahead, 1 << 16)
+            line += piece
+            if not piece or piece.endswith(b"\n"):
+                break
+        elif child.poll() is not None:
+            break
+    try:
+        return msgspec.json.decode(line, type=dict[str, str]) if line else None
+    except msgspec.MsgspecError:
+        return None
+
+
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill what is left of the child's session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -88,7 +150,20 @@ def _read(file: IO[bytes]) -> bytes:
     return file.read()
 
 
-def _answer(name: str) -> Probe:
+def _tell(loaded: LoadedBackend, ask: Ask | None, telling: int) -> None:
+    """Write which variables are wanted; nothing where that can't be said: whoever needs them meets the reason."""
+    from drivetrain.errors import DeviceError
+    from drivetrain.select.options import resolve_options
+
+    if ask is None:
+        return
+    with contextlib.suppress(DeviceError, OSError, ValueError):
+        options = resolve_options(loaded.info, ask.given)
+        wanted = loaded.environment(ask.devices, replace(ask.view, options=options))
+        os.write(telling, msgspec.json.encode(wanted) + b"\n")
+
+
+def _answer(name: str, ask: Ask | None, telling: int) -> Probe:
     from drivetrain.errors import DeviceError
     from drivetrain.select.load import LoadedBackend
 
@@ -97,6 +172,8 @@ def _answer(name: str) -> Probe:
         loaded = LoadedBackend(entry)
     except DeviceError as error:
         return Probe(outcome="import_failed", reason=entry.bare(error.message), fix=error.fix)
+    _tell(loaded, ask, telling)
+    os.close(telling)
     try:
         found = loaded.probe()
     except DeviceError as error:
@@ -113,14 +190,16 @@ def _answer(name: str) -> Probe:
     return Probe(outcome="usable", info=loaded.info, devices=found)
 
 
-def _write(name: str, target: int) -> None:
+def _write(name: str, target: int, telling: int) -> None:
     """Answer in one piece. A child that the probe forked and that comes back here has nothing to say."""
     asked = os.getpid()
-    answer = msgspec.json.encode(_answer(name))
+    ask = msgspec.json.decode(sys.stdin.buffer.read(), type=Ask | None)
+    answer = msgspec.json.encode(_answer(name, ask, telling))
     if os.getpid() == asked:
         with open(target, "wb") as file:
             file.write(answer)
+        os._exit(0)  # what a driver does at a process's end takes time and tells nothing
 
 
 if __name__ == "__main__":
-    _write(sys.argv[1], int(sys.argv[2]))
+    _write(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from drivetrain import errors
+from drivetrain.ahead import MODULES
 from drivetrain.config import EngineConfig, environment
 from drivetrain.errors import DrivetrainError
 from drivetrain.launch import view_of
@@ -21,12 +22,15 @@ from drivetrain.server.messages import PROTOCOL, FromLoop, Hello, Launch, LoopEr
 FACTORY = "drivetrain.launch:open_loop"
 STDERR = 2
 
+Parts = tuple[Meeting, Channel[ToLoop, FromLoop], subprocess.Popen[bytes]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSpec:
     """What a loop's process is told. ``factory``: ``module:function`` of (config, choice), imported there.
 
-    ``extra_environment`` is set on top of this process's own and of what the backend asks for.
+    ``extra_environment`` is set on top of this process's own and of what the backend asks for. ``begun``: a process
+    that has been started already, for the first loop.
     """
 
     config: EngineConfig
@@ -34,6 +38,60 @@ class LoopSpec:
     factory: str = FACTORY
     beat_seconds: float = 0.5
     extra_environment: Mapping[str, str] = field(default_factory=dict)
+    begun: Begun | None = None
+
+    def drop(self) -> None:
+        """End the process that has been started, if no loop has taken it."""
+        if self.begun is not None:
+            self.begun.drop()
+
+
+class Begun:
+    """A loop's process that was started while its device was still being probed: it loads torch, then waits. It is
+    taken once, by whoever would start the same; else dropped."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._environment = dict(values)
+        self._meeting: Meeting | None = Meeting()
+        self._channel = self._meeting.bind()
+        self._process = start_process(self._meeting.url, values, MODULES)
+
+    def take(self, values: Mapping[str, str]) -> Parts | None:
+        """Return the process where its environment is ``values`` and it still runs. No other is offered."""
+        meeting = self._meeting
+        if meeting is None:
+            return None
+        if dict(values) != self._environment or self._process.poll() is not None:
+            self.drop()
+            return None
+        self._meeting = None
+        return meeting, self._channel, self._process
+
+    def drop(self) -> None:
+        """End the process if it was not taken."""
+        if self._meeting is not None:
+            end_process(self._meeting, self._channel, self._process)
+            self._meeting = None
+
+
+def start_process(url: str, values: Mapping[str, str], modules: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start a loop's process that will listen at ``url``, with ``values`` as its environment; meanwhile it loads
+    ``modules``."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "drivetrain.server.loop_process", url, *modules],
+        env=dict(values),
+        stdin=subprocess.DEVNULL,
+        stdout=STDERR,  # standard output belongs to the answer of a command
+    )
+
+
+def end_process(meeting: Meeting, channel: Channel[ToLoop, FromLoop], process: subprocess.Popen[bytes]) -> None:
+    """End a loop's process now and remove what it used."""
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    channel.close()
+    meeting.remove()
 
 
 class LoopChild:
@@ -41,14 +99,13 @@ class LoopChild:
 
     def __init__(self, spec: LoopSpec) -> None:
         self._spec = spec
-        self._meeting = Meeting()
-        self.channel: Channel[ToLoop, FromLoop] = self._meeting.bind()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "drivetrain.server.loop_process", self._meeting.url],
-            env=child_environment(spec),
-            stdin=subprocess.DEVNULL,
-            stdout=STDERR,  # standard output belongs to the answer of a command
-        )
+        values = child_environment(spec)
+        begun = None if spec.begun is None else spec.begun.take(values)
+        if begun is None:
+            meeting = Meeting()
+            channel = meeting.bind()
+            begun = meeting, channel, start_process(meeting.url, values)
+        self._meeting, self.channel, self._process = begun
 
     @property
     def pid(self) -> int:
@@ -90,11 +147,7 @@ class LoopChild:
 
     def kill(self) -> None:
         """End the process now and remove what it used. Safe to call again."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        self.channel.close()
-        self._meeting.remove()
+        end_process(self._meeting, self.channel, self._process)
 
     def stop(self, seconds: float) -> None:
         """Ask the process to end, kill it after ``seconds``."""
@@ -128,8 +181,12 @@ def error_of(message: LoopError) -> DrivetrainError:
 
 def child_environment(spec: LoopSpec) -> dict[str, str]:
     """Return the whole environment of the loop's process: resolved here, never guessed there."""
-    values = environment()
+    wanted: Mapping[str, str] = {}
     if spec.choice is not None:
-        values |= prepare_environment(spec.choice, view_of(spec.config, spec.choice), apply=False)
-    values["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    return {**values, **spec.extra_environment}
+        wanted = prepare_environment(spec.choice, view_of(spec.config, spec.choice), apply=False)
+    return {**whole_environment(wanted), **spec.extra_environment}
+
+
+def whole_environment(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with what a backend wants of a loop's process."""
+    return {**environment(), **wanted, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -1,4 +1,5 @@
-"""The process of one loop: ``python -m drivetrain.server.loop_process URL``. One thread: messages, steps, messages.
+"""The process of one loop: ``python -m drivetrain.server.loop_process URL [MODULE...]``. Modules load while the
+front end finds out for which device. Then one thread: messages, steps, messages.
 
 With work the socket is looked at between steps and never waited for; without, the process sleeps on it.
 A request that fails ends alone. An exception out of a step ends the process, whose front end starts another.
@@ -16,7 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from drivetrain.ahead import load
 from drivetrain.errors import DrivetrainError, RequestError
+from drivetrain.launch import nothing_collected
 from drivetrain.params import GenerateRequest, StepOutputs
 from drivetrain.server.channel import Channel, connect
 from drivetrain.server.messages import (
@@ -171,16 +174,17 @@ def resolve_factory(name: str) -> Callable[..., Opened]:
 def serve(channel: Channel[FromLoop, ToLoop], parent: int) -> int:
     """Greet, build the loop as told, run it. Returns the exit status."""
     channel.send(Hello(PROTOCOL, os.getpid()))
-    launch = channel.receive(LAUNCH_SECONDS)
-    if not isinstance(launch, Launch) or launch.protocol != PROTOCOL:
-        channel.send(LoopError(kind="DrivetrainError", message="front end and loop come from different versions"))
-        return 1
-    begin = time.monotonic()
-    try:
-        opened = resolve_factory(launch.factory)(launch.config, launch.choice)
-    except DrivetrainError as error:
-        channel.send(LoopError(kind=type(error).__name__, message=error.message, fix=error.fix))
-        return 2
+    with nothing_collected():  # what loads meanwhile makes no garbage
+        launch = channel.receive(LAUNCH_SECONDS)
+        if not isinstance(launch, Launch) or launch.protocol != PROTOCOL:
+            channel.send(LoopError(kind="DrivetrainError", message="front end and loop come from different versions"))
+            return 1
+        begin = time.monotonic()
+        try:
+            opened = resolve_factory(launch.factory)(launch.config, launch.choice)
+        except DrivetrainError as error:
+            channel.send(LoopError(kind=type(error).__name__, message=error.message, fix=error.fix))
+            return 2
     figures: Mapping[str, float] = getattr(opened, "figures", {})
     channel.send(
         Ready(
@@ -203,6 +207,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="loop: %(levelname)s %(message)s", stream=sys.stderr)
     channel = connect(arguments[0])
+    if arguments[1:]:
+        load(arguments[1:])
     try:
         return serve(channel, parent)
     except Exception as error:

@@ -17,7 +17,6 @@ import uvicorn
 
 from drivetrain.config import EngineConfig, ServerConfig
 from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.select.choose import Choice
 from drivetrain.server.app import App, Door
 from drivetrain.server.child import LoopSpec
 from drivetrain.server.frontend import FrontEnd
@@ -32,21 +31,17 @@ KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: theirs is 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(engine: EngineConfig, server: ServerConfig, choice: Choice | None) -> int:
-    """Serve until stopped; returns 0 then. Raises DrivetrainError when the model can't be served at all.
-
-    The first SIGINT or SIGTERM stops accepting and lets running requests end; the second ends everything at once.
-    """
-    return serve_spec(LoopSpec(config=engine, choice=choice), server)
-
-
 def serve_spec(
     spec: LoopSpec,
     server: ServerConfig,
     open_text: Callable[[EngineConfig], Text] = load_text,
     watch: Watch | None = None,
 ) -> int:
-    """Serve the loop that ``spec`` describes with the tokenizer that ``open_text`` loads."""
+    """Serve the loop that ``spec`` describes with the tokenizer that ``open_text`` loads, until stopped. Returns 0
+    then; raises DrivetrainError when the model can't be served at all.
+
+    The first SIGINT or SIGTERM stops accepting and lets running requests end; the second ends everything at once.
+    """
     begin = time.monotonic()
     logging.basicConfig(level=server.log_level.upper(), format="%(levelname)s: %(message)s", stream=sys.stderr)
     listener = bind(server.host, server.port)

@@ -24,7 +24,7 @@ def test_collection_is_off_during_a_start_alone(monkeypatch, before: bool, fails
         (gc.enable if before else gc.disable)()
         if fails:
             with pytest.raises(ValueError, match="described"):
-                launch.open_loop(None, None)
+                launch.open_loop(None, object())
         else:
             with launch.nothing_collected():
                 seen.append(gc.isenabled())

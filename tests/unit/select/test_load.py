@@ -13,7 +13,7 @@ from drivetrain.select import probe as probing
 from drivetrain.select.choose import Survey, choose
 from drivetrain.select.entrypoints import BackendEntry, find_backend
 from drivetrain.select.load import LoadedBackend
-from drivetrain.select.probe import Probe, probe
+from drivetrain.select.probe import Ask, Probe, probe
 from drivetrain_api.v1 import (
     BackendInfo,
     Capabilities,
@@ -217,23 +217,23 @@ import os, sys, time
 from drivetrain.select import probe
 from drivetrain.select.probe import Probe, _write
 from drivetrain_api.v1.hooks import BackendInfo, DeviceRecord
-def answer(name):
+def answer(name, ask, telling):
 {body}
     return Probe(outcome="usable", devices=(DeviceRecord(index=0, name="one"),))
 probe._answer = answer
-_write("zork", int(sys.argv[-1]))
+_write("zork", int(sys.argv[-2]), int(sys.argv[-1]))
 """
 
 
-def probed(monkeypatch, body, timeout=10.0):
+def probed(monkeypatch, body, timeout=10.0, **ahead):
     real = probing.subprocess.Popen
     text = CHILD.replace("{body}", "\n".join("    " + line for line in body.splitlines()))
 
     def start(words, **how):
-        return real([sys.executable, "-c", text, words[-1]], **how)
+        return real([sys.executable, "-c", text, *words[-2:]], **how)
 
     monkeypatch.setattr(probing.subprocess, "Popen", start)
-    return probe(entry(), timeout)
+    return probe(entry(), timeout, **ahead)
 
 
 def ends(pid):
@@ -264,6 +264,45 @@ def test_the_limit_ends_the_probe_and_its_children(monkeypatch, tmp_path):
     found = probed(monkeypatch, body, timeout=3.0)
     assert found.outcome == "hung" and "within 3 s" in found.reason
     assert ends(int(note.read_text()))
+
+
+ASKED = {"view": ConfigView(max_model_len=77), "devices": (3,), "given": {"a": "b"}}
+TOLD = [
+    ('os.write(telling, b\'{"A": "1"}\\n\'); time.sleep(0.5)', {"A": "1"}),
+    ("os.write(telling, b'{\"A\"'); time.sleep(0.3); os.write(telling, b': \"1\"}\\n')", {"A": "1"}),
+    (
+        "import json; assert ask.view.max_model_len == 77\n"
+        "said = {str(ask.devices): ask.given['a']}; os.write(telling, json.dumps(said).encode() + b'\\n')",
+        {"(3,)": "b"},
+    ),
+    ("os.close(telling)", None),
+    ("", None),
+    ("os.write(telling, b'nonsense\\n')", None),
+    ("pid = os.fork()\nif not pid: time.sleep(60)", None),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), TOLD)
+def test_variables_are_told_before_the_probe_ends(monkeypatch, body, expected):
+    heard = []
+    begin = time.monotonic()
+    found = probed(monkeypatch, body, ask=Ask(**ASKED), told=lambda wanted: heard.append((wanted, time.monotonic())))
+    assert found.outcome == "usable" and [wanted for wanted, _ in heard] == ([] if expected is None else [expected])
+    assert time.monotonic() - begin < 8
+    if body.endswith("sleep(0.5)"):
+        assert time.monotonic() - heard[0][1] > 0.4
+
+
+@pytest.mark.parametrize(("end", "expected"), [("os._exit(7)", "exit status 7"), ("time.sleep(60)", "within 2 s")])
+def test_a_probe_that_ends_badly_after_it_told_is_reported_as_ever(monkeypatch, end, expected):
+    heard = []
+    body = "os.write(telling, b'{}\\n'); " + end
+    assert expected in probed(monkeypatch, body, 2.0, ask=Ask(**ASKED), told=heard.append).reason
+    assert heard == [{}]
+
+
+def test_what_a_probe_leaves_to_the_end_of_its_process_is_not_run(monkeypatch):
+    assert probed(monkeypatch, "import atexit; atexit.register(os._exit, 5)").outcome == "usable"
 
 
 def test_a_forked_child_that_answers_too_is_not_heard(monkeypatch):
