@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drivetrain.runner.drafter import Drafter
     from drivetrain.runner.memory import MemoryPlan
     from drivetrain.runner.runner import Runner
+    from drivetrain.runner.warmup import Ahead
     from drivetrain_api.v1 import Backend, PlanSummary, Problem
 
 FIXED_CHUNK = 256
@@ -74,7 +75,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Opened:
-    """A loop that is ready. ``figures``: seconds and bytes of the start, by name."""
+    """A loop that is ready. ``ahead``: what was compiled for it; ``figures``: seconds and bytes of the start, by
+    name."""
 
     loop: Loop
     runner: Runner
@@ -82,6 +84,7 @@ class Opened:
     vocabulary: int
     max_model_len: int
     dtype: str
+    ahead: Ahead | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
 
 

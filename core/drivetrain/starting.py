@@ -121,7 +121,7 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
     limits = step_limits(backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
     if backend.shapes.dynamic and not measure:
         limits = replace(limits, rows=1, tokens=min(limits.tokens, WARM_UP_TOKENS))
-    warm_up_or_name(runner, limits, described.ops, lambda ops: build(described.spec, ops))
+    warmed = warm_up_or_name(runner, limits, described.ops, lambda ops: build(described.spec, ops))
     end = time.perf_counter()
     check = compare(memory, peak_in_use(backend))
     return Opened(
@@ -131,10 +131,12 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
         vocabulary=described.spec.vocabulary,
         max_model_len=memory.max_model_len,
         dtype=described.dtype,
+        ahead=warmed.ahead,
         figures={
             "load_seconds": loaded.seconds,
             "cache_seconds": warm - caching,
             "warm_up_seconds": end - warm,
+            "compile_seconds": warmed.ahead.seconds,
             "start_seconds": end - begin,
             **{f"{term.name}_bytes": term.nbytes for term in memory.terms()},
             "weights_loaded_bytes": loaded.weight_bytes,

@@ -17,6 +17,7 @@ COMMANDS = {
     "devices": "list backends, their devices, and why one can't be used",
     "explain": "say which implementation serves every op of a model, and what it costs",
     "plan": "print the memory plan of a model before loading it",
+    "tune": "build ahead the kernels that serving a model would compile at its start",
     "bench": "measure latency or throughput",
     "env": "print versions and the environment that matter in a report",
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drivetrain.errors import DeviceError, DrivetrainError
 from drivetrain.ops.provided import FIX, raised, wheel_of
 from drivetrain.runner.runner import Runner
-from drivetrain.runner.warmup import warm_up
+from drivetrain.runner.warmup import WarmUp, warm_up
 
 if TYPE_CHECKING:
     from drivetrain.models.decoder import Decoder
@@ -21,14 +21,14 @@ NOT_AN_OP = ("(out_of_memory)", "(device_lost)")
 PARAMETERS = ("value", "packed")
 
 
-def warm_up_or_name(runner: Runner, limits: StepLimits, ops: Ops, build: Callable[[Ops], Decoder]) -> None:
+def warm_up_or_name(runner: Runner, limits: StepLimits, ops: Ops, build: Callable[[Ops], Decoder]) -> WarmUp:
     """Warm up. DeviceError when that fails, of the op and its provider where one of the backend's ops is at fault.
 
     ``build``: makes a decoder as the runner's is, over other ops. It shares the runner's weights and caches.
     """
     try:
         with _without_traces():
-            warm_up(runner, limits)
+            return warm_up(runner, limits)
     except DrivetrainError as error:
         named = None if any(kind in error.message for kind in NOT_AN_OP) else _named(runner, limits, ops, build)
         if named is None:

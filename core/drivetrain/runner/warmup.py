@@ -3,6 +3,7 @@ measured."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,7 +21,7 @@ from drivetrain.sched.plan import BlockCopy, EmbedRun, LateInput, PositionRun, R
 
 if TYPE_CHECKING:
     from drivetrain.runner.runner import Runner
-    from drivetrain_api.v1 import Compiler, MemoryUse, ShapePolicy
+    from drivetrain_api.v1 import Compiler, CompileReport, MemoryUse, ShapePolicy
 
 EVERY_FILTER = NON_GREEDY | TOP_K | TOP_P | MIN_P
 
@@ -28,11 +29,21 @@ EVERY_FILTER = NON_GREEDY | TOP_K | TOP_P | MIN_P
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """What warming up did. ``largest``: memory of the largest step; ``steps``: dummy steps run; ``graphs``:
-    captured."""
+    captured; ``ahead``: what was compiled before."""
 
     largest: MemoryUse
     steps: int
     graphs: int
+    ahead: Ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """What ``compile_ahead`` did: dummy ``steps`` and ``seconds``; ``report``: the compiler's, None without one."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    report: CompileReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +71,7 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
         measured = replace(limits, tokens=min(limits.tokens, largest_tokens))
     steps = 0
     try:
-        compile_ahead(runner, limits)
+        ahead = compile_ahead(runner, limits)
         largest = backend.memory.measure(lambda: run_largest(runner, measured))
         runner.reserve.hold()
         for plan in () if backend.shapes.dynamic else fixed_plans(runner, limits):
@@ -81,17 +92,17 @@ def warm_up(runner: Runner, limits: StepLimits, *, largest_tokens: int | None = 
         tables.pooling.pop(tables.padding_row, None)
     runner.runtime.synchronize()
     backend.ready()
-    return WarmUp(largest=largest, steps=steps + 2, graphs=runner.graphs.count)
+    return WarmUp(largest=largest, steps=steps + 2, graphs=runner.graphs.count, ahead=ahead)
 
 
-def compile_ahead(runner: Runner, limits: StepLimits) -> int:
+def compile_ahead(runner: Runner, limits: StepLimits) -> Ahead:
     """Where first calls of ops compile: let a few layers of all steps that will be run or captured say what they need,
-    so that it is compiled side by side. Returns the number of dummy steps; their memory is given back."""
+    so that it is compiled side by side. The steps' memory is given back."""
     compiler: Compiler | None = getattr(runner.backend, "compiler", None)
     if compiler is None:
-        return 0
-    steps = 0
-    with few_layers(runner.decoder), compiler.compiling():
+        return Ahead()
+    begin, steps = time.perf_counter(), 0
+    with few_layers(runner.decoder), compiler.compiling() as report:
         for plan, variant in steps_ahead(runner, limits):
             run_dummy(runner, plan, variant)
             steps += 1
@@ -100,7 +111,7 @@ def compile_ahead(runner: Runner, limits: StepLimits) -> int:
             steps += 1
     runner.runtime.synchronize()
     runner.runtime.trim()
-    return steps
+    return Ahead(steps=steps, seconds=time.perf_counter() - begin, report=report)
 
 
 def steps_ahead(runner: Runner, limits: StepLimits) -> Iterator[tuple[StepPlan, Variant]]:

@@ -22,7 +22,7 @@ from drivetrain.runner.dummies import dummy_plan
 from drivetrain.runner.rows import NON_GREEDY
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig
-from drivetrain.runner.warmup import Variant, compile_ahead, run_dummy
+from drivetrain.runner.warmup import Ahead, Variant, compile_ahead, run_dummy
 from drivetrain_api.v1 import Capabilities, ComposedBackend, GraphBudget, generic_profiler, torch_runtime, torch_storage
 from drivetrain_cuda.ops import Providers
 from drivetrain_triton.launch import COLLECTING, KernelCompiler
@@ -94,8 +94,8 @@ def test_every_kernel_is_asked_for_and_no_row_is_touched(asked) -> None:
     runner = runner_of()
     tables = [runner.tables.computed.clone(), runner.tables.last_tokens.clone()]
     whole = runner.decoder.layers
-    steps = compile_ahead(runner, step_limits(runner.backend.shapes, 1, 16))
-    assert steps > len(runner.graphs.shapes()) > 12
+    ahead = compile_ahead(runner, step_limits(runner.backend.shapes, 1, 16))
+    assert ahead.seconds > 0 and ahead.report is not None and ahead.steps > len(runner.graphs.shapes()) > 12
     assert runner.graphs.count == 0 and runner.decoder.layers is whole and runner.in_flight == 0
     names = {name for name, _ in asked}
     assert names >= {"_prepare", "_lookup", "_norm", "_angles", "rotate_kernel", "decode_kernel", "prefill_kernel"}
@@ -124,5 +124,5 @@ def test_steps_of_other_sizes_need_nothing_more(asked) -> None:
 def test_without_a_compiler_nothing_runs(asked) -> None:
     runner = runner_of()
     runner.backend = replace(runner.backend, compiler=None)
-    assert compile_ahead(runner, step_limits(runner.backend.shapes, 1, 16)) == 0
+    assert compile_ahead(runner, step_limits(runner.backend.shapes, 1, 16)) == Ahead()
     assert not asked
