@@ -35,7 +35,7 @@ def open_backend(index: int, view: ConfigView) -> Backend:
         why = f"built for CUDA {built}, which the driver here does not run" if built else "built without CUDA"
         raise RuntimeError(f"torch {torch.__version__} is {why}; install a CUDA build that fits the driver")
     torch.cuda.set_device(index)
-    runtime = torch_runtime("cuda", index, host=page_locked)
+    runtime = torch_runtime("cuda", index, host=page_locked, free_host=unlock_unused)
     target = target_of(runtime.device, overlap=view.options.get("overlap") != "off")
     providers = Providers(target=target)
     return ComposedBackend(
@@ -46,7 +46,7 @@ def open_backend(index: int, view: ConfigView) -> Backend:
         graphs=None if view.options.get("graphs") == "off" else CudaGraphs(runtime.device),
         provide=providers.provide,
         fuse=providers.fuse,
-        compiler=KernelCompiler(),
+        compiler=KernelCompiler(processes=view.options.get("compile") != "threads"),
         validate=validate,
         close=torch.cuda.empty_cache,
     )
@@ -55,6 +55,13 @@ def open_backend(index: int, view: ConfigView) -> Backend:
 def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Make a host tensor that the card reads and writes by itself."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def unlock_unused() -> None:
+    """Return the page-locked memory that torch keeps for later; nothing where this torch can't."""
+    free = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if free is not None:
+        free()
 
 
 def target_of(device: torch.device, *, overlap: bool) -> Target:

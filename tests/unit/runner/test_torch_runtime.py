@@ -94,6 +94,14 @@ def test_without_one_plain_memory_serves(module) -> None:
     assert module_copy.get()[0].tolist() == [0, 1, 2]
 
 
+def test_trimming_returns_the_vendors_host_memory_too(module) -> None:
+    calls: list[str] = []
+    module.empty_cache = lambda: calls.append("device")
+    torch_runtime("cuda", 0).trim()
+    torch_runtime("cuda", 0, free_host=lambda: calls.append("host")).trim()
+    assert calls == ["device", "device", "host"]
+
+
 def test_a_synchronous_upload_is_a_copy() -> None:
     runtime = torch_runtime("cpu")
     source, target = np.arange(4, dtype=np.int32), runtime.zeros((4,), torch.int32)

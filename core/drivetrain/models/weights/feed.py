@@ -72,7 +72,7 @@ class Files:
 
     def read(self, path: Path, offset: int, into: np.ndarray) -> None:
         """Fill ``into`` (uint8) with a file's bytes from ``offset`` on."""
-        left = memoryview(into)
+        left = into.data
         try:
             file = self._file(path)
             while left:

@@ -20,17 +20,22 @@ Context = Callable[[], AbstractContextManager[None]]
 MakeHost = Callable[["tuple[int, ...]", "torch.dtype"], "torch.Tensor"]
 
 
+FreeHost = Callable[[], None]
+
+
 def torch_runtime(
     device_type: str,
     index: int | None = None,
     *,
     during: Context = nullcontext,
     host: MakeHost | None = None,
+    free_host: FreeHost | None = None,
 ) -> DeviceRuntime:
     """Compose a runtime of ``torch.<device_type>``'s device module; the host's own memory for a synchronous one.
 
     ``during``: makes a context that ``activate`` enters too, for what holds while the engine works only. ``host``:
-    makes an uninitialised host tensor for copies, page-locked where plain memory would make them wait.
+    makes an uninitialised host tensor for copies, page-locked where plain memory would make them wait. ``free_host``:
+    returns to the system what lies unused of such memory; ``trim`` calls it.
     Raises RuntimeError when this torch has no such device type.
     """
     import torch
@@ -38,7 +43,7 @@ def torch_runtime(
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     module = torch.get_device_module(device)
     if hasattr(module, "Stream") and device_type != "cpu":
-        return _AsynchronousRuntime(device, module, during, host or _plain_host)
+        return _AsynchronousRuntime(device, module, during, host or _plain_host, free_host)
     return _SynchronousRuntime(device, during)
 
 
@@ -228,9 +233,11 @@ class _AsynchronousRuntime:
 
     asynchronous = True
 
-    def __init__(self, device: torch.device, module: Any, during: Context, host: MakeHost) -> None:
+    def __init__(
+        self, device: torch.device, module: Any, during: Context, host: MakeHost, free_host: FreeHost | None
+    ) -> None:
         self._tensors, self._module, self._during = _Tensors(device), module, during
-        self._host = host
+        self._host, self._free_host = host, free_host
         self.device = device
         self.empty = self._tensors.empty
         self.zeros = self._tensors.zeros
@@ -283,12 +290,9 @@ class _AsynchronousRuntime:
         self._module.reset_peak_memory_stats(self.device)
 
     def trim(self) -> None:
-        import torch
-
         self._module.empty_cache()
-        empty_host = getattr(torch.accelerator, "empty_host_cache", None)  # page-locked memory; not in every torch
-        if empty_host is not None:
-            empty_host()
+        if self._free_host is not None:
+            self._free_host()
 
     def host_buffer(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         import torch
