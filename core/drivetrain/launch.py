@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from drivetrain.config import EngineConfig
 from drivetrain.errors import ConfigError, DeviceError
-from drivetrain.select.choose import Choice, Told, choose, open_backend
+from drivetrain.select.choose import Choice, choose, open_backend
+from drivetrain.select.probe import Told
 from drivetrain_api.v1.hooks import ConfigView
 
 if TYPE_CHECKING:

@@ -37,6 +37,13 @@ OPTIONS = (
         default="on",
         choices=("on", "off"),
     ),
+    OptionSpec(
+        key="compile",
+        kind="str",
+        help="where many kernels are compiled at a start",
+        default="processes",
+        choices=("processes", "threads"),
+    ),
 )
 
 

@@ -297,6 +297,7 @@ class KernelCompiler:
     the moment that this is made."""
 
     threads: int = 0
+    processes: bool = True
     ahead: Thread | None = None
 
     def __post_init__(self) -> None:
@@ -308,7 +309,7 @@ class KernelCompiler:
         if self.ahead is not None:
             self.ahead.join()
             self.ahead = None
-        return compiling(self.threads)
+        return compiling(self.threads, processes=self.processes)
 
 
 def prepare() -> None:

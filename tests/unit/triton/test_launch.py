@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from drivetrain_triton import launch, workers
-from drivetrain_triton.launch import Kernel, compiling, kernel
+from drivetrain_triton.launch import Kernel, KernelCompiler, compiling, kernel
 
 
 def _add(x, out, alone, free, count, step, SCALE: tl.constexpr, BLOCK: tl.constexpr):
@@ -184,6 +184,32 @@ def test_many_are_compiled_by_processes_and_found_again(device, monkeypatch):
         for block in (*blocks, 1024):
             made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
     assert (report.built, report.found) == (1, 6) and given == [6]
+
+
+def test_a_compiler_of_threads_alone_forks_nothing(device, monkeypatch):
+    made, _ = both()
+    x = torch.zeros(64)
+    monkeypatch.setattr(workers, "run_all", None)
+    compiler = KernelCompiler(2, processes=False)
+    for found in (0, 6):
+        with compiler.compiling() as report:
+            for block in (16, 32, 64, 128, 256, 512):
+                made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
+        assert (report.built, report.found) == (6 - found, found)
+        made, _ = both()
+
+
+def test_what_takes_longest_is_begun_first(device, monkeypatch):
+    monkeypatch.setattr(launch, "SLOW", ("_slow", "_add"))
+    made = [kernel(triton.jit(**FREE)(one)) for one in (_add, _add)]
+    made[1].__name__ = "_slow"
+    order = []
+    monkeypatch.setattr(workers, "run_all", lambda jobs, count: order.extend(job.__self__.name for job in jobs) or ())
+    x = torch.zeros(64)
+    with compiling(2):
+        for place, block in enumerate((16, 32, 64, 128, 256, 512)):
+            made[place % 2][(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
+    assert order == ["_slow"] * 3 + ["_add"] * 3
 
 
 def test_what_a_process_can_not_compile_is_named(device):
