@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 DEFAULT_UTILIZATION = 0.9
 HOST_CACHE_BYTES = 1 << 30
-HOST_SLACK, DEVICE_SLACK = 40 * MIB, 384 * MIB
+HOST_SLACK, DEVICE_SLACK = 40 * MIB, 192 * MIB
+HOLES = 6  # on a device one part in so many of the layers may lie in holes between tensors of other sizes
 HOST_KEPT = 256 * MIB
 SHORTEST = 64
 
@@ -176,7 +177,7 @@ def _plan(request: MemoryRequest) -> MemoryPlan:
         sampling=sampling_bytes(request.decoder.spec, sizes),
         kept=min(layers, HOST_KEPT) if host else 0,
         graphs=_graph_bytes(request, sizes),
-        slack=HOST_SLACK if host else DEVICE_SLACK,
+        slack=HOST_SLACK if host else DEVICE_SLACK + layers // HOLES,
         load_peak=request.load_peak_bytes,
         cache=CachePlan(shared=True, num_slabs=0, slab_bytes=0, groups=(), padding=0.0),
         max_model_len=config.max_model_len,

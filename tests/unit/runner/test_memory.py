@@ -17,7 +17,7 @@ from drivetrain.runner import drawing, memory
 from drivetrain.runner.activations import StepSizes, layer_bytes, live_elements, sampling_bytes
 from drivetrain.runner.caches import allocate_caches
 from drivetrain.runner.drawing import Drawer, rows_at_once
-from drivetrain.runner.memory import MIB, MemoryRequest, compare, plan_memory
+from drivetrain.runner.memory import DEVICE_SLACK, HOST_SLACK, MIB, MemoryRequest, compare, plan_memory
 from drivetrain.runner.rows import RowTables
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig, staging_capacity, table_bytes, table_shape
@@ -154,6 +154,17 @@ def test_only_a_devices_plan_counts_filters_and_log_probabilities(config) -> Non
     finally:
         memory.sampling_bytes = kept
     assert seen == [False, True]
+
+
+def test_a_devices_slack_grows_with_what_holes_lie_between(config) -> None:
+    apart = request_of(config, baseline=replace(BASE, total=4000 * MIB))
+    many = replace(apart, runner=replace(apart.runner, max_num_batched_tokens=4800))
+    for request in (apart, many):
+        plan = plan_memory(request)
+        assert plan.slack == DEVICE_SLACK + plan.layers // 6
+    capabilities = replace(apart.backend.capabilities, shared_host_memory=True)
+    shared = replace(many, backend=replace(apart.backend, capabilities=capabilities))
+    assert plan_memory(many).slack > plan_memory(apart).slack and plan_memory(shared).slack == HOST_SLACK
 
 
 def test_an_error_is_a_part_of_what_was_measured(config) -> None:
