@@ -92,6 +92,8 @@ def under(tool: str, sanitizer: str, libraries: str) -> subprocess.Popen[str]:
     command = [sanitizer, "--tool", tool, "--target-processes", "all", "--print-limit", "20"]
     command += ["--injection-path", libraries] if libraries else []
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    if libraries:  # they need each other
+        environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, os.environ.get("LD_LIBRARY_PATH"))))
     return subprocess.Popen(
         [*command, sys.executable, __file__, "--inner"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
