@@ -74,6 +74,7 @@ def lookup(state: SchedulerState, request: Request) -> int:
     """Return how many of a waiting request's tokens the cache holds; at least one token is left to compute.
 
     Where all are cached that is only the last one, if its block is nobody else's: it is computed anew in its old place.
+    A block that a plan in flight writes must stay that plan's alone, so that all is found that its failure takes along.
     """
     num, fixed = len(request.tokens), state.config.fixed_chunk
     if not state.caches(request):
@@ -81,7 +82,9 @@ def lookup(state: SchedulerState, request: Request) -> int:
     request.chain.extend(request.tokens, num)
     digests = request.chain.digests
     if not fixed and state.cache.rewritable(digests, num):
-        return num - 1
+        writing = state.writing.plan_of
+        if not writing or writing.keys().isdisjoint(state.cache.last_blocks(digests, num)):
+            return num - 1
     return state.cache.longest(digests, num - 1, fixed)
 
 

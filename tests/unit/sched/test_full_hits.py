@@ -105,3 +105,19 @@ def test_a_failed_step_takes_the_name_of_the_block_along() -> None:
     scheduler.add(ask(2, prompt(64), 9, eos_ids=()))
     assert 0 < scheduler.schedule().starts[0].computed < 63
     scheduler.check_integrity()
+
+
+def test_a_block_that_a_plan_in_flight_writes_is_not_written_by_another() -> None:
+    scheduler, _ = make(**{**PLAIN, "groups": ({**FULL, "block_tokens": 8},)}, max_num_batched_tokens=64)
+    scheduler.add(ask(0, prompt(8), 9))
+    failing = scheduler.schedule()
+    scheduler.abort(0)
+    scheduler.add(ask(1, prompt(8), 9, eos_ids=()))
+    after = scheduler.schedule()
+    assert after.starts[0].computed == 0
+    scheduler.commit(failing, answer(failing, failure="lost"))
+    scheduler.commit(after, answer(after, 20))
+    scheduler.add(ask(2, np.concatenate([prompt(8), prompt(9, 1)]), 9))
+    (start,) = [start for start in scheduler.schedule().starts if start.request_id == 2]
+    assert start.computed == 0
+    scheduler.check_integrity()
