@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import subprocess
@@ -240,6 +241,21 @@ def test_jobs_that_fail_and_processes_that_end_or_hang_are_told_as_not_done(tmp_
     assert not list(workers.run_all([partial(os._exit, 1)] * 3, 8))
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.parametrize("able", [0, 1])
+def test_where_the_system_allows_few_processes_there_are_fewer(able, monkeypatch):
+    plain, begun = os.fork, []
+
+    def fork() -> int:
+        if len(begun) >= able:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        pid = plain()
+        begun.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork)
+    assert list(workers.run_all([int] * 4, 3)) == ([0, 1, 2, 3] if able else [])
 
 
 def test_compiling_imports_no_more_of_torch() -> None:
