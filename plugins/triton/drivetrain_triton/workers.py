@@ -30,8 +30,8 @@ def worth_it(jobs: int, count: int) -> bool:
 def run_all(jobs: Sequence[Callable[[], object]], count: int, *, patience: float = PATIENCE) -> Iterator[int]:
     """Run jobs in ``count`` processes, in order of their places; yield the place of each that succeeded, once it has.
 
-    Those that failed, that were lost, or from which nothing was heard for ``patience`` seconds, are never yielded. Where
-    the system allows fewer processes, or none, there are fewer.
+    Those that failed, that were lost, or from which nothing was heard for ``patience`` seconds, are never yielded.
+    There are fewer processes, or none, where the system allows no more.
     """
     waiting, queue = os.pipe()
     os.write(queue, b"".join(place.to_bytes(2, "little") for place in range(len(jobs))))
