@@ -40,7 +40,7 @@ from drivetrain.server.messages import (
     request_of,
 )
 
-LAUNCH_SECONDS = 60.0
+LOOK_SECONDS = 1.0  # how often a process that is not told anything looks whether its front end is there
 NAP_SECONDS = 0.001
 log = logging.getLogger("drivetrain.loop")
 
@@ -171,11 +171,22 @@ def resolve_factory(name: str) -> Callable[..., Opened]:
     return factory
 
 
+def wait_for_launch(channel: Channel[FromLoop, ToLoop], parent: int) -> ToLoop | None:
+    """Return the front end's first message, None when it is gone: a device may be probed for however long it is told
+    to, while the process that was begun for it waits."""
+    message = channel.receive(LOOK_SECONDS)
+    while message is None and os.getppid() == parent:
+        message = channel.receive(LOOK_SECONDS)
+    return message
+
+
 def serve(channel: Channel[FromLoop, ToLoop], parent: int) -> int:
     """Greet, build the loop as told, run it. Returns the exit status."""
     channel.send(Hello(PROTOCOL, os.getpid()))
     with nothing_collected():  # what loads meanwhile makes no garbage
-        launch = channel.receive(LAUNCH_SECONDS)
+        launch = wait_for_launch(channel, parent)
+        if launch is None:
+            return 1
         if not isinstance(launch, Launch) or launch.protocol != PROTOCOL:
             channel.send(LoopError(kind="DrivetrainError", message="front end and loop come from different versions"))
             return 1

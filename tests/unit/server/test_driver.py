@@ -6,8 +6,10 @@ import math
 import os
 from types import SimpleNamespace
 
-from drivetrain.server.loop_process import Driver
-from drivetrain.server.messages import Stop
+from drivetrain.config import EngineConfig
+from drivetrain.errors import DrivetrainError
+from drivetrain.server.loop_process import Driver, serve
+from drivetrain.server.messages import PROTOCOL, Launch, LoopError, Stop
 
 BEAT = 0.25
 WAITS: dict[int, float] = {}  # what ``rest`` answers with so many pieces left; 0 for others
@@ -74,3 +76,31 @@ def test_it_sleeps_on_the_socket_until_a_piece_is_due(monkeypatch) -> None:
 
 def test_a_loop_that_puts_nothing_off_needs_no_such_call() -> None:
     assert drive(Told(steps=1, pieces=9, looks=3)) == [0.0, "step", BEAT, BEAT]
+
+
+class Slow:
+    """A channel whose front end says nothing for some looks; what it is told."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.told = looks, []
+
+    def send(self, message: object) -> None:
+        self.told.append(message)
+
+    def receive(self, timeout: float) -> Launch | None:
+        self.looks -= 1
+        config = EngineConfig(model="none")
+        said = Launch(protocol=PROTOCOL, factory=f"{__name__}:refuse", config=config, choice=None, beat_seconds=BEAT)
+        return said if self.looks < 0 else None
+
+
+def refuse(config: EngineConfig, choice: None) -> None:
+    raise DrivetrainError("nothing to build", fix="none")
+
+
+def test_it_waits_for_its_first_message_while_the_front_end_lives() -> None:
+    channel = Slow(3)
+    assert serve(channel, os.getppid()) == 2
+    assert isinstance(channel.told[-1], LoopError) and channel.told[-1].message == "nothing to build"
+    gone = Slow(3)
+    assert serve(gone, -1) == 1 and gone.looks == 2
