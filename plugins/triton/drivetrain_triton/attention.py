@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -86,7 +87,7 @@ class TritonAttention:
         self._arrivals: torch.Tensor | None = None
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
         self._streams = streamable(spec, target)
-        self._boxes: dict[Any, tuple[Any, Any] | None] = {}
+        self._boxes = WeakKeyDictionary[Any, tuple[Any, Any] | None]()  # by cache: a description holds its memory
         self._sizes: dict[str, Any] = {
             "D": spec.head_dim,
             "DV": spec.v_head_dim,
@@ -275,7 +276,7 @@ class TritonAttention:
         tiles, direct = part.tiles, part.splits == 1
         count = self._query_tiles(part.tokens, part.rows, tiles)
         if self.streamed and self._streams and direct and tiles.block_m == STREAM_ROWS and sinks is None:
-            boxes = self._described(keys, values)
+            boxes = self._described(cache)
             if boxes is not None:
                 self._stream(part, out, q, boxes, count)
                 return
@@ -290,15 +291,15 @@ class TritonAttention:
         if not direct:
             self._merge(part, out[part.base :], sinks)
 
-    def _described(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any] | None:
+    def _described(self, cache: CacheHandle) -> tuple[Any, Any] | None:
         """Describe a layer's cache to the copy engine, once; None where it can't bring it."""
-        key = (keys.data_ptr(), values.data_ptr(), keys.shape, keys.stride(), values.shape, values.stride())
-        if key not in self._boxes:
+        if cache not in self._boxes:
             from . import attention_stream as stream  # not everywhere: it needs Triton's Gluon
 
+            keys, values = cache.parts  # type: ignore[attr-defined]
             able = stream.fits(keys) and stream.fits(values)
-            self._boxes[key] = (stream.boxes(keys), stream.boxes(values)) if able else None
-        return self._boxes[key]
+            self._boxes[cache] = (stream.boxes(keys), stream.boxes(values)) if able else None
+        return self._boxes[cache]
 
     def _stream(self, part: Part, out: torch.Tensor, q: torch.Tensor, boxes: tuple[Any, Any], count: int) -> None:
         from .attention_stream import prompt_kernel

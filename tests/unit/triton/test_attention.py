@@ -1,6 +1,9 @@
 """Paged attention by Triton kernels, through the interpreter, against float64."""
 
+import gc
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from tests.unit.ops.judges import check
 from tests.unit.triton.interpreted import interpreted
 
 with interpreted():
+    import drivetrain_triton
     from drivetrain_triton import attention as native
 
 RUNTIME = torch_runtime("cpu")
@@ -264,3 +268,20 @@ def test_what_is_declined():
         assert isinstance(answer, Decline) and word in answer.reason
     assert isinstance(native.provide_attention(spec, old), Provided)
     assert isinstance(spec, AttentionSpec)
+
+
+def test_a_description_does_not_keep_a_cache(monkeypatch):
+    made = []
+    stream = SimpleNamespace(fits=lambda part: True, boxes=lambda part: made.append(part) or SimpleNamespace(base=part))
+    monkeypatch.setattr(drivetrain_triton, "attention_stream", stream, raising=False)
+    where = place()
+    spec = cases.make_spec(where, shape(size=128), "bfloat16")
+    attention = provided(spec)
+    cache = where.storage.allocate(spec.layout, 3)
+    first = attention._described(cache)
+    assert first is attention._described(cache) and [box.base for box in first] == made == list(cache.parts)
+    kept = weakref.ref(made[0])
+    made.clear()
+    del first, cache
+    gc.collect()
+    assert kept() is None
