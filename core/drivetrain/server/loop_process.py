@@ -40,6 +40,7 @@ from drivetrain.server.messages import (
     request_of,
 )
 
+LAUNCH_SECONDS = 3600.0
 LOOK_SECONDS = 1.0  # how often a process that is not told anything looks whether its front end is there
 NAP_SECONDS = 0.001
 log = logging.getLogger("drivetrain.loop")
@@ -172,10 +173,11 @@ def resolve_factory(name: str) -> Callable[..., Opened]:
 
 
 def wait_for_launch(channel: Channel[FromLoop, ToLoop], parent: int) -> ToLoop | None:
-    """Return the front end's first message, None when it is gone: a device may be probed for however long it is told
-    to, while the process that was begun for it waits."""
+    """Return the front end's first message, None when it is gone or says nothing: a device may be probed for as long
+    as somebody wants, while the process that was begun for it waits."""
+    deadline = time.monotonic() + LAUNCH_SECONDS  # who was gone before this process looked first is not missed
     message = channel.receive(LOOK_SECONDS)
-    while message is None and os.getppid() == parent:
+    while message is None and os.getppid() == parent and time.monotonic() < deadline:
         message = channel.receive(LOOK_SECONDS)
     return message
 

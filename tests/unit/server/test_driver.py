@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from drivetrain.config import EngineConfig
 from drivetrain.errors import DrivetrainError
+from drivetrain.server import loop_process
 from drivetrain.server.loop_process import Driver, serve
 from drivetrain.server.messages import PROTOCOL, Launch, LoopError, Stop
 
@@ -98,9 +99,11 @@ def refuse(config: EngineConfig, choice: None) -> None:
     raise DrivetrainError("nothing to build", fix="none")
 
 
-def test_it_waits_for_its_first_message_while_the_front_end_lives() -> None:
+def test_it_waits_for_its_first_message_while_the_front_end_lives(monkeypatch) -> None:
     channel = Slow(3)
     assert serve(channel, os.getppid()) == 2
     assert isinstance(channel.told[-1], LoopError) and channel.told[-1].message == "nothing to build"
     gone = Slow(3)
     assert serve(gone, -1) == 1 and gone.looks == 2
+    monkeypatch.setattr(loop_process, "LAUNCH_SECONDS", 0.0)
+    assert serve(gone, os.getppid()) == 1 and gone.looks == 1
