@@ -25,6 +25,7 @@ CASES: dict[str, dict] = {
     "tight_recurrent": {"groups": (FULL, STATE), "budget": 80 * 1024, "depth": 2},
     "fixed_chunks": {"fixed_chunk": 16, "depth": 2},
     "unannounced": {"announce_freed": False, "depth": 2},
+    "full_hits": {"groups": ({**FULL, "block_tokens": 8},), "announce_freed": False, "depth": 3},
     "few_tokens": {"max_num_batched_tokens": 6, "depth": 3},
     "connector": {"connector": True, "depth": 2},
     "tight_connector": {"connector": True, "budget": 200 * 1024, "depth": 3},
