@@ -120,7 +120,7 @@ def test_another_device_than_told_for_takes_its_variables_back(monkeypatch):
     choice = choose("cpu", {})
     monkeypatch.setattr(ahead, "load", lambda: ahead.Thread(target=int))
     monkeypatch.setattr(ahead.Thread, "join", lambda thread: None)
-    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(ahead, "prepare_environment", lambda choice, view, apply: {"EARLY": str(choice.devices[0])})
     for device, picked, left in (("cpu", 0, "0"), ("cpu", 2, None), ("cpu:2", 2, "0")):
         monkeypatch.delenv("EARLY", raising=False)
