@@ -22,6 +22,7 @@ ROWS = {
     "one prompt": [(300, 300)],
     "whole tiles": [(1024, 1024)],
     "beside decode rows": [(300, 1), (70, 1), (500, 500), (1500, 300), (130, 130)],
+    "a row without length": [(300, 300), (0, 100)],
     "tails": [(2047, 900), (1000, 700), (77, 77)],
 }
 
@@ -48,7 +49,7 @@ def batch_of(rows: list[tuple[int, int]], device: torch.device) -> AttentionBatc
     table = np.zeros((len(rows), needed.max() + 1), np.int32)
     table[np.arange(table.shape[1])[None, :] < needed[:, None]] = np.random.default_rng(0).permutation(needed.sum()) + 1
     row = np.repeat(np.arange(len(rows)), queries).astype(np.int32)
-    position = np.arange(start[-1]) - start[row] + (lengths - queries)[row]
+    position = np.maximum(np.arange(start[-1]) - start[row] + (lengths - queries)[row], 0)
     slots = table[row, position // BLOCK] * BLOCK + position % BLOCK
 
     def dev(values: np.ndarray) -> torch.Tensor:
@@ -99,6 +100,8 @@ def expected(spec: AttentionSpec, q: torch.Tensor, cache: Parts, batch: Attentio
     """Causal attention in float64, a row at a time."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row, (length, queries) in enumerate(rows):
+        if not length:
+            continue
         at, begin = torch.arange(length, device=q.device), int(batch.query_start_host[row])
         ids = batch.block_table_dev[row, at // BLOCK].long()
         group = spec.num_heads // spec.num_kv_heads

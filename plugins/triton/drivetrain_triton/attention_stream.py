@@ -176,6 +176,7 @@ def take(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end
     real = (tokens < row_end) & (lane < BLOCK_Q * GROUP)
     places = gl.expand_dims(tokens.to(gl.int64) * q_stride + heads * HEAD, 1) + gl.expand_dims(columns, 0)
     kept = gl.expand_dims(real, 1) & gl.expand_dims(columns < HEAD, 0)
+    target = gl.expand_dims((tokens.to(gl.int64) * HEADS + heads) * HEAD, 1) + gl.expand_dims(columns, 0)
     if end > 0:
         q_shared.store(gl.load(q + places, mask=kept, other=0.0))
         hopper.fence_async_shared()
@@ -202,8 +203,9 @@ def take(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         result = acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
         result = gl.convert_layout(result.to(out.dtype.element_ty), wide)
-        target = gl.expand_dims((tokens.to(gl.int64) * HEADS + heads) * HEAD, 1) + gl.expand_dims(columns, 0)
         gl.store(out + target, result, mask=kept)
+    else:  # padded tokens of a row without length
+        gl.store(out + target, gl.zeros([HALF, HEAD], out.dtype.element_ty, wide), mask=kept)
 
 
 @kernel
