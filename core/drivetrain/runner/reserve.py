@@ -26,7 +26,7 @@ class Reserve:
 
     ``planned``: of all graphs. ``taken``: what the device had less after the captures than before them. ``retried``:
     pieces of steps that ran out of memory and were done again. ``least_free``: of the device, of all times when it was
-    looked at (around captures and when memory ran out); 0 before the first.
+    looked at (around captures and when memory ran out); -1 before the first.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -35,7 +35,8 @@ class Reserve:
         self._step = self._open = 0  # of the largest step; the part of it that the allocator does not hold
         self._most = 0  # the most that one capture took, beside the first one, which fills the pool that all share
         self._captures = 0
-        self.planned = self.taken = self.retried = self.least_free = 0
+        self.planned = self.taken = self.retried = 0
+        self.least_free = -1
 
     def plan(self, graphs: int, step: int) -> None:
         """Take over what the memory plan says. ``step`` 0: nothing is held ahead."""
@@ -66,7 +67,7 @@ class Reserve:
     def free(self) -> int:
         """Bytes that the device has left."""
         free = self._runtime.memory().free
-        self.least_free = min(self.least_free or free, free)
+        self.least_free = free if self.least_free < 0 else min(self.least_free, free)
         return free
 
     def expected(self, tokens: int) -> int:

@@ -156,10 +156,10 @@ class Driver:
 
 
 def stats_of(loop: StepLoop) -> Stats:
-    """Read a loop's figures; those it does not keep are 0."""
+    """Read a loop's figures; those it does not keep are what ``Stats`` begins with."""
     figures = loop.stats()
-    values = {name: int(getattr(figures, name, 0)) for name in Stats.__struct_fields__}
-    values["steps"] = int(getattr(loop, "steps", values["steps"]))
+    values = {name: int(getattr(figures, name)) for name in Stats.__struct_fields__ if hasattr(figures, name)}
+    values["steps"] = int(getattr(loop, "steps", values.get("steps", 0)))
     own: Callable[[], Mapping[str, int]] = getattr(loop, "figures", dict)
     values |= own()
     return Stats(**values)

@@ -162,7 +162,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     graphs_planned_bytes: int = 0
     graphs_measured_bytes: int = 0
     memory_retries: int = 0
-    memory_least_free_bytes: int = 0
+    memory_least_free_bytes: int = -1  # not known
 
 
 ToLoop = Launch | Submit | Abort | Stop

@@ -47,7 +47,9 @@ class Metrics:
         self._retries = Gauge(
             "loop_memory_retries", "Steps done again for want of memory since the loop started", **own
         )
-        self._least_free = Gauge("loop_memory_least_free_bytes", "Least free device memory seen by the loop", **own)
+        self._least_free = Gauge(
+            "loop_memory_least_free_bytes", "Least free device memory seen by the loop; NaN: never looked", **own
+        )
         for reason in FINISH_REASONS:
             self.finished.labels(reason)
         self.take_stats(Stats())
@@ -67,7 +69,8 @@ class Metrics:
         self._graph_bytes.labels("planned").set(stats.graphs_planned_bytes)
         self._graph_bytes.labels("measured").set(stats.graphs_measured_bytes)
         self._retries.set(stats.memory_retries)
-        self._least_free.set(stats.memory_least_free_bytes)
+        least = stats.memory_least_free_bytes
+        self._least_free.set(float("nan") if least < 0 else least)
 
     def take_ready(self, ready: Ready) -> None:
         """Take the figures of the loop's start."""

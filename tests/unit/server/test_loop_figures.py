@@ -39,3 +39,5 @@ def test_they_are_metrics() -> None:
         "loop_memory_least_free_bytes 77.0",
     ):
         assert f"drivetrain_{line}" in shown
+    metrics.take_stats(Stats())
+    assert "drivetrain_loop_memory_least_free_bytes NaN" in metrics.render().decode()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drivetrain.errors import WeightsError
+from drivetrain.models.weights import safetensors_files
 from drivetrain.models.weights.checkpoint import TensorInfo, check_tensors
 from drivetrain.models.weights.safetensors_files import INDEX, SafetensorsCheckpoint
 from tests.checkpoints import tiny_checkpoint
@@ -128,7 +129,11 @@ ENTRY = '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
     [
         (f'{{"a": {ENTRY}, "a": {ENTRY}}}', "a is in model.safetensors twice"),
         ('{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', "claims 8 bytes"),
-        ('{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', "claims 8 bytes"),
+        ('{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}', r"the shape \[-2\]"),
+        ('{"a": {"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}}', r"the shape \[2\.5\]"),
+        ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, true]}}', "the offsets 0, True"),
+        ('{"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}', "unknown dtype"),
+        ("[1, 2]", "a list, not tensors by name"),
         ('{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}', "ends at byte"),
         ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', "claims -8 bytes"),
         ('{"a": {"dtype": "X9", "shape": [2], "data_offsets": [0, 8]}}', "unknown dtype X9"),
@@ -140,6 +145,25 @@ ENTRY = '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
 def test_header_faults(tmp_path: Path, header: str, message: str):
     write_header(tmp_path / "model.safetensors", header, bytes(8))
     with pytest.raises(WeightsError, match=message):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_what_is_no_file_is_named_with_its_fix(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    path.mkdir()
+    with pytest.raises(WeightsError, match=r"model\.safetensors can't be read: Is a directory"):
+        SafetensorsCheckpoint(tmp_path)
+    path.rmdir()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(WeightsError, match=r"model\.safetensors can't be read: No such file") as caught:
+        SafetensorsCheckpoint(tmp_path)
+    assert caught.value.fix == "download it"
+
+
+def test_a_header_longer_than_the_format_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(safetensors_files, "MOST_HEADER", 10)
+    write_header(tmp_path / "model.safetensors", f'{{"a": {ENTRY}}}', bytes(8))
+    with pytest.raises(WeightsError, match="the format allows 10"):
         SafetensorsCheckpoint(tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ DTYPES = {
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
 }
+MOST_HEADER = 100_000_000  # bytes, as in the format's own library
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -119,35 +121,54 @@ class SafetensorsCheckpoint:
 
 def _header(path: Path) -> dict[str, tuple[TensorInfo, int]]:
     """Read and check one file's header (format: 8 bytes of length, JSON, data). Returns tensors and their places."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise _cut(path, f"its header needs {length + 8} bytes, the file has {size}")
-        try:
-            table = json.loads(file.read(length), object_pairs_hook=lambda pairs: _once(pairs, path))
-        except (ValueError, RecursionError) as error:
-            raise _cut(path, f"its header is not JSON: {error}") from error
+    table, begin, size = _table(path)
     found = {}
     for name, entry in table.items():
-        if name == "__metadata__":
-            continue
-        try:
-            kind, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _cut(path, f"tensor {name} has no dtype, shape and offsets") from error
-        if kind not in DTYPES:
-            raise WeightsError(f"tensor {name} of {path.name} has the unknown dtype {kind}")
-        elements = 1
-        for dim in shape:
-            elements *= dim
-        if not 0 <= begin <= end or end - begin != elements * DTYPES[kind][1] or min(shape, default=0) < 0:
-            raise _cut(path, f"tensor {name} of shape {list(shape)} claims {end - begin} bytes")
-        if 8 + length + end > size:
-            raise _cut(path, f"tensor {name} ends at byte {8 + length + end}, the file has {size}")
-        found[name] = TensorInfo(shape=shape, dtype=DTYPES[kind][0], nbytes=end - begin), 8 + length + begin
-    _check_places(found, path, 8 + length, size)
+        if name != "__metadata__":
+            found[name] = _entry(path, name, entry, begin, size)
+    _check_places(found, path, begin, size)
     return found
+
+
+def _table(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Return the header, where the data begins, and the file's bytes."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise _cut(path, f"its header needs {length + 8} bytes, the file has {size}")
+            if length > MOST_HEADER:
+                raise _cut(path, f"its header has {length} bytes, the format allows {MOST_HEADER}")
+            text = file.read(length)
+    except OSError as error:
+        fix = "download it" if isinstance(error, FileNotFoundError) else "check the file and its permissions"
+        raise WeightsError(f"{path} can't be read: {error.strerror or error}", fix=fix) from error
+    try:
+        table = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, path))
+    except (ValueError, RecursionError) as error:
+        raise _cut(path, f"its header is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise _cut(path, f"its header is a {type(table).__name__}, not tensors by name")
+    return table, 8 + length, size
+
+
+def _entry(path: Path, name: str, entry: Any, first: int, size: int) -> tuple[TensorInfo, int]:
+    """Check what the header says of one tensor: what it is, and its place in the file."""
+    try:
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _cut(path, f"tensor {name} has no dtype, shape and offsets") from error
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise WeightsError(f"tensor {name} of {path.name} has the unknown dtype {kind}")
+    if not all(type(one) is int and one >= 0 for one in (*shape, begin, end)):
+        raise _cut(path, f"tensor {name} has the shape {list(shape)} and the offsets {begin}, {end}")
+    nbytes = math.prod(shape) * DTYPES[kind][1]
+    if end - begin != nbytes:
+        raise _cut(path, f"tensor {name} of shape {list(shape)} claims {end - begin} bytes")
+    if first + end > size:
+        raise _cut(path, f"tensor {name} ends at byte {first + end}, the file has {size}")
+    return TensorInfo(shape=shape, dtype=DTYPES[kind][0], nbytes=nbytes), first + begin
 
 
 def _check_places(found: Mapping[str, tuple[TensorInfo, int]], path: Path, begin: int, size: int) -> None:
