@@ -82,12 +82,11 @@ def resolve_and_begin(config: EngineConfig) -> LoopSpec:
 
     try:
         choice = resolve_device(config, told)
+        from drivetrain.server.child import LoopSpec
     except BaseException:
         for one in begun:
             one.drop()
         raise
-    from drivetrain.server.child import LoopSpec
-
     return LoopSpec(config=config, choice=choice, begun=begun[0] if begun else None)
 
 

@@ -148,15 +148,30 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+_given: dict[str, str] = {}  # variables that are here because a backend asked for them, as they were set
+
+
 def set_environment(values: Mapping[str, str]) -> None:
     """Set variables that a backend needs before torch loads; clashes are checked by the caller."""
     os.environ.update(values)
+    note_environment(values)
+
+
+def note_environment(values: Mapping[str, str]) -> None:
+    """Remember variables that were set for a backend by the process that started this one."""
+    _given.update(values)
+
+
+def was_given(name: str) -> bool:
+    """Return whether a variable is what was set for a backend: not the user's, who can't unset it."""
+    return name in _given and os.environ.get(name) == _given[name]
 
 
 def unset_environment(names: Iterable[str]) -> None:
     """Take back variables."""
     for name in names:
         os.environ.pop(name, None)
+        _given.pop(name, None)
 
 
 def hub_cache() -> Path:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from drivetrain import __version__
+from drivetrain.cli.ending import Ending
 from drivetrain.errors import DrivetrainError
 
 COMMANDS = {
@@ -48,8 +49,26 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run one command; returns its exit status: 0 done, 1 failed, 2 bad input, 128 + n ended by signal n (130: Ctrl-C).
+
+    A signal counts even where something on the way out made another error of it.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
+    ending = Ending()
+    try:
+        with ending.caught():
+            status = run(words)
+    except SystemExit:
+        if not ending.status:
+            raise
+    except KeyboardInterrupt:
+        print(f"{' '.join(('engine', *words[:1]))}: interrupted", file=sys.stderr)
+        status = 130
+    return ending.status or status
+
+
+def run(words: Sequence[str]) -> int:
+    """Find the command, run it, say in two lines what an expected error says."""
     name = words[0] if words else ""
     if name not in COMMANDS:
         top = parser()
@@ -71,9 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 1
-    except KeyboardInterrupt:
-        print(f"engine {name}: interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

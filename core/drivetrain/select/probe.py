@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import msgspec
 
 from drivetrain.config import environment
+from drivetrain.errors import DeviceError
 from drivetrain.select.entrypoints import BackendEntry, find_backend, list_backends
 from drivetrain_api.v1.hooks import BackendInfo, ConfigView, DeviceRecord, Unavailable
 
@@ -27,6 +29,8 @@ Outcome = Literal["usable", "unavailable", "import_failed", "raised", "hung", "c
 DEFAULT_TIMEOUT = 30.0
 MAX_ERRORS = 10_000
 GLANCE = 0.02  # seconds
+LOOK = 0.5  # how often the child looks whether somebody still waits for its answer
+GRACE = 5.0  # how much longer than its parent waits the child lives at most
 
 Told = Callable[[Mapping[str, str]], None]
 
@@ -62,7 +66,7 @@ def probe(
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryFile() as answer_file, tempfile.TemporaryFile() as error_file:
-        child, ahead = _start(entry, ask, answer_file, error_file)
+        child, ahead = _start(entry, ask, (answer_file, error_file), timeout)
         try:
             if told is not None and (wanted := _hear(child, ahead, deadline)) is not None:
                 told(wanted)
@@ -95,16 +99,18 @@ def probe(
 
 
 def _start(
-    entry: BackendEntry, ask: Ask | None, answer_file: IO[bytes], error_file: IO[bytes]
+    entry: BackendEntry, ask: Ask | None, files: tuple[IO[bytes], IO[bytes]], timeout: float
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the child; returns it and the pipe on which it answers ``ask``."""
+    """Start the child, whose answer and errors go to ``files``; returns it and the pipe on which it answers ``ask``."""
+    answer_file, error_file = files
     ahead, telling = os.pipe()
     try:
         with tempfile.TemporaryFile() as ask_file:
             ask_file.write(msgspec.json.encode(ask))
             ask_file.seek(0)
             child = subprocess.Popen(
-                [sys.executable, "-m", "drivetrain.select.probe", entry.name, str(answer_file.fileno()), str(telling)],
+                [sys.executable, "-m", "drivetrain.select.probe", entry.name, str(os.getpid()), str(timeout + GRACE)]
+                + [str(answer_file.fileno()), str(telling)],
                 pass_fds=(answer_file.fileno(), telling),
                 stdin=ask_file,
                 stdout=subprocess.DEVNULL,
@@ -112,8 +118,13 @@ def _start(
                 env={**environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
                 start_new_session=True,
             )
-    except BaseException:
+    except BaseException as error:
         os.close(ahead)
+        if isinstance(error, OSError):
+            raise DeviceError(
+                f"{entry.prefix}: the process of its probe can't be started: {error.strerror or error}",
+                fix="free memory, or raise the limit on processes (ulimit -u), and start again",
+            ) from error
         raise
     finally:
         os.close(telling)
@@ -152,7 +163,6 @@ def _read(file: IO[bytes]) -> bytes:
 
 def _tell(loaded: LoadedBackend, ask: Ask | None, telling: int) -> None:
     """Write which variables are wanted; nothing where that can't be said: whoever needs them meets the reason."""
-    from drivetrain.errors import DeviceError
     from drivetrain.select.options import resolve_options
 
     if ask is None:
@@ -164,7 +174,6 @@ def _tell(loaded: LoadedBackend, ask: Ask | None, telling: int) -> None:
 
 
 def _answer(name: str, ask: Ask | None, telling: int) -> Probe:
-    from drivetrain.errors import DeviceError
     from drivetrain.select.load import LoadedBackend
 
     entry = find_backend(name, list_backends())
@@ -201,5 +210,20 @@ def _write(name: str, target: int, telling: int) -> None:
         os._exit(0)  # what a driver does at a process's end takes time and tells nothing
 
 
+def _live_for(parent: int, seconds: float) -> None:
+    """End this process, and what it forked, when its parent is gone. Where native code hangs and lets no other thread
+    run, an alarm ends the process a little after nobody waits any more."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK)
+        os.killpg(0, signal.SIGKILL)  # a session of its own: see where it is started
+
+    threading.Thread(target=look, name="parent", daemon=True).start()
+
+
 if __name__ == "__main__":
-    _write(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    _live_for(int(sys.argv[2]), float(sys.argv[3]))
+    _write(sys.argv[1], int(sys.argv[4]), int(sys.argv[5]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 from drivetrain import errors
 from drivetrain.ahead import MODULES
 from drivetrain.config import EngineConfig, environment
-from drivetrain.errors import DrivetrainError
+from drivetrain.errors import DeviceError, DrivetrainError
 from drivetrain.launch import view_of
 from drivetrain.select.choose import Choice, prepare_environment
 from drivetrain.server.channel import Channel, Meeting
@@ -52,9 +54,8 @@ class Begun:
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._environment = dict(values)
-        self._meeting: Meeting | None = Meeting()
-        self._channel = self._meeting.bind()
-        self._process = start_process(self._meeting.url, values, MODULES)
+        self._meeting: Meeting | None
+        self._meeting, self._channel, self._process = open_process(values, MODULES)
 
     def take(self, values: Mapping[str, str]) -> Parts | None:
         """Return the process where its environment is ``values`` and it still runs. No other is offered."""
@@ -74,11 +75,42 @@ class Begun:
             self._meeting = None
 
 
+def open_process(values: Mapping[str, str], modules: Sequence[str] = ()) -> Parts:
+    """Make a channel and start a loop's process at its other end. DeviceError, and nothing is left, where the system
+    starts none."""
+    meeting = Meeting()
+    try:
+        channel = meeting.bind()
+        try:
+            return meeting, channel, start_process(meeting.url, values, modules)
+        except BaseException:
+            channel.close()
+            raise
+    except OSError as error:
+        meeting.remove()
+        raise not_started(error, values) from error
+    except BaseException:
+        meeting.remove()
+        raise
+
+
+def not_started(error: OSError, values: Mapping[str, str]) -> DeviceError:
+    """Say why the system started no process."""
+    message = f"the loop's process can't be started: {error.strerror or error}"
+    if error.errno != errno.E2BIG:
+        return DeviceError(message, fix="free memory, or raise the limit on processes (ulimit -u), and start again")
+    name = max(values, key=lambda one: len(values[one]))
+    message += f"; the longest of its {len(values)} variables is {name} with {len(values[name])} characters"
+    if environment().get(name) == values[name]:
+        return DeviceError(message, fix=f"unset {name} or make it shorter")
+    return DeviceError(message, fix=f"report it to the vendor of the device's wheel, whose environment() wants {name}")
+
+
 def start_process(url: str, values: Mapping[str, str], modules: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Start a loop's process that will listen at ``url``, with ``values`` as its environment; meanwhile it loads
     ``modules``."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "drivetrain.server.loop_process", url, *modules],
+        [sys.executable, "-P", "-m", "drivetrain.server.loop_process", url, str(os.getpid()), *modules],
         env=dict(values),
         stdin=subprocess.DEVNULL,
         stdout=STDERR,  # standard output belongs to the answer of a command
@@ -101,11 +133,9 @@ class LoopChild:
         self._spec = spec
         values = child_environment(spec)
         begun = None if spec.begun is None else spec.begun.take(values)
-        if begun is None:
-            meeting = Meeting()
-            channel = meeting.bind()
-            begun = meeting, channel, start_process(meeting.url, values)
-        self._meeting, self.channel, self._process = begun
+        own = environment()
+        self._given = {name: value for name, value in values.items() if own.get(name) != value}
+        self._meeting, self.channel, self._process = begun or open_process(values)
 
     @property
     def pid(self) -> int:
@@ -128,6 +158,7 @@ class LoopChild:
                     config=spec.config,
                     choice=spec.choice,
                     beat_seconds=spec.beat_seconds,
+                    given=self._given,
                 )
             )
         elif isinstance(message, LoopError):

@@ -1,5 +1,5 @@
-"""The process of one loop: ``python -m drivetrain.server.loop_process URL [MODULE...]``. Modules load while the
-front end finds out for which device. Then one thread: messages, steps, messages.
+"""The process of one loop: ``python -m drivetrain.server.loop_process URL PARENT [MODULE...]``. Modules load while
+the front end, the process PARENT, finds out for which device. Then one thread: messages, steps, messages.
 
 With work the socket is looked at between steps and never waited for; without, the process sleeps on it.
 A request that fails ends alone. An exception out of a step ends the process, whose front end starts another.
@@ -13,11 +13,13 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from drivetrain.ahead import load
+from drivetrain.config import note_environment
 from drivetrain.errors import DrivetrainError, RequestError
 from drivetrain.launch import nothing_collected
 from drivetrain.params import GenerateRequest, StepOutputs
@@ -182,8 +184,22 @@ def wait_for_launch(channel: Channel[FromLoop, ToLoop], parent: int) -> ToLoop |
     return message
 
 
-def serve(channel: Channel[FromLoop, ToLoop], parent: int) -> int:
-    """Greet, build the loop as told, run it. Returns the exit status."""
+def end_without(parent: int) -> threading.Event:
+    """End this process when its front end is gone, whatever it does, until the event is set: from then on ``Driver``
+    looks itself, and ends in order."""
+    ready = threading.Event()
+
+    def look() -> None:
+        while not ready.wait(LOOK_SECONDS):
+            if os.getppid() != parent:
+                os._exit(1)
+
+    threading.Thread(target=look, name="front end", daemon=True).start()
+    return ready
+
+
+def serve(channel: Channel[FromLoop, ToLoop], parent: int, ready: threading.Event | None = None) -> int:
+    """Greet, build the loop as told, set ``ready``, run it. Returns the exit status."""
     channel.send(Hello(PROTOCOL, os.getpid()))
     with nothing_collected():  # what loads meanwhile makes no garbage
         launch = wait_for_launch(channel, parent)
@@ -192,6 +208,7 @@ def serve(channel: Channel[FromLoop, ToLoop], parent: int) -> int:
         if not isinstance(launch, Launch) or launch.protocol != PROTOCOL:
             channel.send(LoopError(kind="DrivetrainError", message="front end and loop come from different versions"))
             return 1
+        note_environment(launch.given)
         begin = time.monotonic()
         try:
             opened = resolve_factory(launch.factory)(launch.config, launch.choice)
@@ -208,6 +225,8 @@ def serve(channel: Channel[FromLoop, ToLoop], parent: int) -> int:
             figures={name: float(value) for name, value in figures.items()},
         )
     )
+    if ready is not None:
+        ready.set()
     Driver(opened.loop, channel, launch.beat_seconds, parent).run()
     opened.loop.close()
     return 0
@@ -215,15 +234,16 @@ def serve(channel: Channel[FromLoop, ToLoop], parent: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run until told to stop. Signals of the terminal and of service managers go to the front end, which drains."""
-    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = int(arguments[1])
     logging.basicConfig(level=logging.INFO, format="loop: %(levelname)s %(message)s", stream=sys.stderr)
+    ready = end_without(parent)
     channel = connect(arguments[0])
-    if arguments[1:]:
-        load(arguments[1:])
+    if arguments[2:]:
+        load(arguments[2:])
     try:
-        return serve(channel, parent)
+        return serve(channel, parent, ready)
     except Exception as error:
         log.exception("the loop can't go on")
         channel.send(LoopError(kind="DrivetrainError", message=f"{type(error).__name__}: {error}"))

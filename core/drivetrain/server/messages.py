@@ -50,13 +50,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What to build. ``factory``: ``module:function`` of (config, choice); ``beat_seconds``: longest silence."""
+    """What to build. ``factory``: ``module:function`` of (config, choice); ``beat_seconds``: longest silence;
+    ``given``: the variables of the process that are not its front end's own."""
 
     protocol: int
     factory: str
     config: EngineConfig
     choice: Choice | None
     beat_seconds: float
+    given: dict[str, str] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 
 import uvicorn
@@ -28,7 +28,7 @@ from drivetrain.tokens.text import load_text
 DRAIN_SECONDS = 30  # for running requests once the server was told to stop; what is left is told so
 SAY_SECONDS = 5  # for writing that
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: theirs is the side that closes
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve_spec(
@@ -40,7 +40,7 @@ def serve_spec(
     """Serve the loop that ``spec`` describes with the tokenizer that ``open_text`` loads, until stopped. Returns 0
     then; raises DrivetrainError when the model can't be served at all.
 
-    The first SIGINT or SIGTERM stops accepting and lets running requests end; the second ends everything at once.
+    The first SIGINT, SIGTERM or SIGHUP stops accepting and lets running requests end; the second ends all at once.
     """
     begin = time.monotonic()
     logging.basicConfig(level=server.log_level.upper(), format="%(levelname)s: %(message)s", stream=sys.stderr)
@@ -64,15 +64,27 @@ def serve_spec(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         ws="none",
     )
-    front.supervisor.spawn()
+    before = {one: signal.getsignal(one) for one in SIGNALS}
     try:
+        front.supervisor.spawn()
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(Serving(front, pool, config, listener).run(partial(open_text, engine), begin))
     finally:
+        for one, handler in before.items():  # closing the event loop has set what ends the process at once
+            signal.signal(one, handler)
         front.supervisor.kill()
         pool.close()
         listener.close()
     return 0
+
+
+class Http(uvicorn.Server):
+    """The HTTP server, which leaves the signals to ``Serving``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Capture none."""
+        yield
 
 
 class Serving:
@@ -81,16 +93,16 @@ class Serving:
     def __init__(self, front: FrontEnd, pool: TextPool, config: uvicorn.Config, listener: socket.socket) -> None:
         self._front = front
         self._pool = pool
-        self._http = uvicorn.Server(config)
+        self._http = Http(config)
         self._listener = listener
         self._signals = 0
 
     async def run(self, open_text: Callable[[], Text], begin: float) -> None:
         """Answer from the start (/ready says 503), open when loop and tokenizer are there, stop when told."""
+        self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         while not (self._http.started or http.done()):
             await asyncio.sleep(0.01)
-        self._catch_signals()
         opening = asyncio.create_task(self._open(open_text))
         try:
             await asyncio.wait((http, opening), return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +148,8 @@ class Serving:
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for one in SIGNALS:
-            loop.add_signal_handler(one, self._signalled, one)
+            if signal.getsignal(one) is not signal.SIG_IGN:  # as nohup wants it of SIGHUP
+                loop.add_signal_handler(one, self._signalled, one)
 
     def _signalled(self, number: signal.Signals) -> None:
         self._signals += 1
