@@ -23,6 +23,7 @@ from drivetrain.server.messages import PROTOCOL, FromLoop, Hello, Launch, LoopEr
 
 FACTORY = "drivetrain.launch:open_loop"
 STDERR = 2
+IGNORED = (signal.SIGINT, signal.SIGTERM)  # by a loop's process: they are for its front end
 
 Parts = tuple[Meeting, Channel[ToLoop, FromLoop], subprocess.Popen[bytes]]
 
@@ -108,13 +109,17 @@ def not_started(error: OSError, values: Mapping[str, str]) -> DeviceError:
 
 def start_process(url: str, values: Mapping[str, str], modules: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Start a loop's process that will listen at ``url``, with ``values`` as its environment; meanwhile it loads
-    ``modules``."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "drivetrain.server.loop_process", url, str(os.getpid()), *modules],
-        env=dict(values),
-        stdin=subprocess.DEVNULL,
-        stdout=STDERR,  # standard output belongs to the answer of a command
-    )
+    ``modules``. The signals that it will ignore are held back until it does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "drivetrain.server.loop_process", url, str(os.getpid()), *modules],
+            env=dict(values),
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,  # standard output belongs to the answer of a command
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_process(meeting: Meeting, channel: Channel[ToLoop, FromLoop], process: subprocess.Popen[bytes]) -> None:

@@ -236,6 +236,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run until told to stop. Signals of the terminal and of service managers go to the front end, which drains."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # held back by who started this
     parent = int(arguments[1])
     logging.basicConfig(level=logging.INFO, format="loop: %(levelname)s %(message)s", stream=sys.stderr)
     ready = end_without(parent)

@@ -165,6 +165,21 @@ def test_a_process_that_can_not_be_started_is_told_in_two_lines(monkeypatch, tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupt_is_not_for_a_process_that_has_just_started(capfd):
+    meeting = children.Meeting()
+    channel = meeting.bind()
+    process = children.start_process(meeting.url, os.environ)
+    try:
+        for _ in range(5):
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert isinstance(channel.receive(20), Hello) and process.poll() is None
+        assert not capfd.readouterr().err
+    finally:
+        children.end_process(meeting, channel, process)
+
+
 def test_a_variable_that_a_backend_got_is_not_the_users(monkeypatch):
     monkeypatch.setenv("USERS", "1")
     with pytest.raises(DeviceError) as told:
