@@ -344,6 +344,14 @@ class CacheManager:
             self._lent = []
         return changes
 
+    def retire(self, limits: Sequence[int]) -> None:
+        """Hand out no block from each group's limit on any more (``sizing.cut``); rows keep those that they hold."""
+        self.pool.retire(limits)
+
+    def retired(self) -> bool:
+        """Return whether nobody holds a retired block: no later plan names one."""
+        return self.pool.retired()
+
     @property
     def num_held(self) -> int:
         """Blocks held by rows, over all groups."""
@@ -351,16 +359,23 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that could be held at once if all slabs went to the group of largest blocks."""
+        """Blocks that could be held at once if all slabs went to the group of largest blocks; without retired ones."""
         if self.plan.shared:
-            return max(0, self.plan.num_slabs - 1) * min((g.blocks_per_slab for g in self.plan.groups), default=0)
-        return sum(max(0, g.num_blocks - 1) for g in self.plan.groups)
+            return max(0, self.pool.kept_slabs - 1) * min((g.blocks_per_slab for g in self.plan.groups), default=0)
+        return sum(max(0, g.limit - 1) for g in self.pool.groups)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes of the blocks that are not retired."""
+        if self.plan.shared:
+            return self.pool.kept_slabs * self.plan.slab_bytes
+        return sum(g.limit * p.block_bytes for g, p in zip(self.pool.groups, self.plan.groups, strict=True))
 
     @property
     def use(self) -> float:
         """The part of the cache's bytes that rows hold."""
         held = sum(g.num_held * p.stride for g, p in zip(self.pool.groups, self.plan.groups, strict=True))
-        return held / self.plan.total_bytes if self.plan.total_bytes else 0.0
+        return held / self.kept_bytes if self.kept_bytes else 0.0
 
     def check_integrity(self, pinned: Sequence[Held] = ()) -> None:
         """AssertionError naming the first disagreement between tables, holders (``pinned`` ones too), slabs, index."""

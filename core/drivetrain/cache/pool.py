@@ -4,6 +4,9 @@ A block is in exactly one state: free (no name, no holder), cached (named in the
 (``refs`` > 0). Slab 0 is never handed out: block 0 of every group, the null block, lies in it. Where groups share
 slabs, a slab whose blocks are all free goes back to all groups; what is evicted is the oldest, whosever it is.
 
+The last blocks can be retired, so that their memory can go back to the device: they are not handed out any more, and
+in no state once nobody holds them.
+
 Where somebody wants to know (``recording``), blocks whose content has become void are noted: those that became free,
 and cached ones that were evicted. What is cached can still be found, so it is not void.
 """
@@ -13,24 +16,23 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
+from drivetrain.cache.books import NO_OWNER, check_pool
 from drivetrain.cache.sizing import CachePlan
-
-NO_OWNER = -1
 
 
 class GroupBlocks:
     """One group's blocks. ``open``: slab -> its free blocks (ordered: a plain dict is slow to find its first key once
     many are gone); ``cached``: block -> when it was let go; ``queue``: these pairs, oldest first, some of them out of
-    date; ``num_idle``: slabs of this group that have no held block."""
+    date; ``num_idle``: slabs of this group that have no held block; ``limit``: blocks from here on are retired."""
 
     __slots__ = (
-        "cached", "index", "names", "num_blocks", "num_free", "num_held", "num_idle",
+        "cached", "index", "limit", "names", "num_blocks", "num_free", "num_held", "num_idle",
         "open", "per_slab", "queue", "refs",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int, per_slab: int) -> None:
         self.per_slab = per_slab
-        self.num_blocks = num_blocks
+        self.num_blocks = self.limit = num_blocks
         self.refs = [0] * num_blocks
         self.names: list[bytes | None] = [None] * num_blocks
         self.index: dict[bytes, int] = {}
@@ -59,7 +61,7 @@ class Pool:
         self.shared = plan.shared
         self.freed: list[list[int]] | None = [[] for _ in plan.groups] if recording else None
         self.groups = [GroupBlocks(group.num_blocks, group.blocks_per_slab) for group in plan.groups]
-        self.num_slabs = plan.num_slabs
+        self.num_slabs = self.kept_slabs = plan.num_slabs
         self.owner = [NO_OWNER] * plan.num_slabs
         self.held_in = [0] * plan.num_slabs
         self.free_slabs = list(range(plan.num_slabs - 1, 0, -1)) if plan.shared else []
@@ -196,7 +198,7 @@ class Pool:
         """Take a holder of each block away, in order: what is dropped first is evicted first."""
         blocks = self.groups[group]
         refs, names, cached, per_slab = blocks.refs, blocks.names, blocks.cached, blocks.per_slab
-        queue, shared, held_in, left = blocks.queue, self.shared, self.held_in, 0
+        queue, shared, held_in, left, limit = blocks.queue, self.shared, self.held_in, 0, blocks.limit
         self._clock = clock = self._clock + 1
         for block in dropped:
             others = refs[block] - 1
@@ -211,7 +213,9 @@ class Pool:
                 if not held:
                     self.idle[slab] = clock
                     blocks.num_idle += 1
-            if names[block] is None:
+            if block >= limit:
+                self._lose(blocks, slab, block)
+            elif names[block] is None:
                 self._free(blocks, slab, block)
             else:
                 cached[block] = clock
@@ -220,7 +224,8 @@ class Pool:
             blocks.queue = deque(cached.items())
         blocks.num_held -= len(dropped) - left
         if self.freed is not None:
-            self.freed[group] += [block for block in dropped if not refs[block] and names[block] is None]
+            void = [block for block in dropped if not refs[block] and names[block] is None]
+            self.freed[group] += [block for block in void if block < limit]
 
     def name(self, group: int, block: int, name: bytes) -> bool:
         """Publish a held block under a name; False when another block has the name already."""
@@ -243,6 +248,60 @@ class Pool:
             self._free(blocks, block // blocks.per_slab, block)
             if self.freed is not None:
                 self.freed[group].append(block)
+
+    def retire(self, limits: Sequence[int]) -> None:
+        """Hand out no block from each group's limit on any more: whole slabs where groups share them. Nobody finds them
+        by their names; whoever holds one keeps it."""
+        for blocks, limit in zip(self.groups, limits, strict=True):
+            blocks.limit = min(blocks.limit, limit)
+        if self.shared and self.groups:
+            self.kept_slabs = self.groups[0].limit // self.groups[0].per_slab
+            self.free_slabs = [slab for slab in self.free_slabs if slab < self.kept_slabs]
+        if self.freed is not None:
+            self.freed = [
+                [b for b in void if b < blocks.limit] for void, blocks in zip(self.freed, self.groups, strict=True)
+            ]
+        self.retired()
+
+    def retired(self) -> bool:
+        """Return whether nobody holds a retired block. Names that such blocks have got meanwhile are forgotten."""
+        if not self.shared:
+            for blocks in self.groups:
+                self._strip(blocks, 0, range(blocks.limit, blocks.num_blocks))
+            return not any(any(blocks.refs[blocks.limit :]) for blocks in self.groups)
+        left = [slab for slab in range(self.kept_slabs, self.num_slabs) if self.owner[slab] != NO_OWNER]
+        for slab in left:
+            blocks = self.groups[self.owner[slab]]
+            self._strip(blocks, slab, range(slab * blocks.per_slab, (slab + 1) * blocks.per_slab))
+            if not self.held_in[slab]:
+                self._busy(slab, blocks)
+                self.owner[slab] = NO_OWNER
+        return not any(self.held_in[slab] for slab in left)
+
+    def _strip(self, blocks: GroupBlocks, slab: int, span: range) -> None:
+        """Take retired blocks, all of this slab, from the free and the cached ones."""
+        names, index, cached = blocks.names, blocks.index, blocks.cached
+        for block in span:
+            name = names[block]
+            if name is not None:
+                del index[name]
+                names[block] = None
+                cached.pop(block, None)
+        free = blocks.open.pop(slab, [])
+        kept = [block for block in free if block < blocks.limit]
+        blocks.num_free -= len(free) - len(kept)
+        if kept:
+            blocks.open[slab] = kept
+
+    def _lose(self, blocks: GroupBlocks, slab: int, block: int) -> None:
+        """A retired block has lost its last holder."""
+        name = blocks.names[block]
+        if name is not None:
+            del blocks.index[name]
+            blocks.names[block] = None
+        if self.shared and not self.held_in[slab]:
+            self._busy(slab, blocks)
+            self.owner[slab] = NO_OWNER
 
     def clear_index(self) -> None:
         """Forget every name, so that nothing cached is found again."""
@@ -319,48 +378,4 @@ class Pool:
 
     def check_integrity(self) -> None:
         """AssertionError naming the first block or slab whose books do not agree."""
-        for number, blocks in enumerate(self.groups):
-            free = {block for part in blocks.open.values() for block in part}
-            assert len(free) == sum(map(len, blocks.open.values())) == blocks.num_free, f"group {number}: free count"
-            assert all(blocks.open.values()), f"group {number}: an empty slab counts as open"
-            if blocks.num_blocks:
-                null = blocks.refs[0] or blocks.names[0] or 0 in free or 0 in blocks.cached
-                assert not null, f"group {number}: the null block is in use"
-            queue = [pair for pair in blocks.queue if blocks.cached.get(pair[0]) == pair[1]]
-            assert queue == list(blocks.cached.items()), f"group {number}: queue of cached blocks"
-            assert queue == sorted(queue, key=lambda pair: pair[1]), f"group {number}: order of eviction"
-            held = sum(self._check_block(number, block, free) for block in range(1, blocks.num_blocks))
-            assert held == blocks.num_held, f"group {number}: {held} held, {blocks.num_held} counted"
-            assert all(blocks.names[b] == n for n, b in blocks.index.items()), f"group {number}: index"
-        if self.shared:
-            self._check_slabs()
-
-    def _check_block(self, number: int, block: int, free: set[int]) -> bool:
-        blocks = self.groups[number]
-        refs, name, what = blocks.refs[block], blocks.names[block], f"group {number} block {block}"
-        cached = block in blocks.cached
-        assert refs >= 0, f"{what}: {refs} holders"
-        assert (refs > 0) + (block in free) + cached <= 1, f"{what}: in two states at once"
-        assert name is None or blocks.index.get(name) == block, f"{what}: its name leads elsewhere"
-        assert cached == (name is not None and not refs), f"{what}: cached without name, or named without being found"
-        used = refs > 0 or cached or block in free
-        mine = not self.shared or self.owner[block // blocks.per_slab] == number
-        assert used == mine, f"{what}: lost, or in another group's slab"
-        return refs > 0
-
-    def _check_slabs(self) -> None:
-        assert sorted(self.free_slabs) == [s for s in range(1, self.num_slabs) if self.owner[s] == NO_OWNER], (
-            "free slabs"
-        )
-        assert list(self.idle.values()) == sorted(self.idle.values()), "order of idle slabs"
-        for number, blocks in enumerate(self.groups):
-            idle = sum(self.owner[slab] == number for slab in self.idle)
-            assert idle == blocks.num_idle, f"group {number}: {idle} idle slabs, {blocks.num_idle} counted"
-        for slab in range(1, self.num_slabs):
-            if self.owner[slab] == NO_OWNER:
-                assert slab not in self.idle and not self.held_in[slab], f"slab {slab}: free but in use"
-                continue
-            blocks = self.groups[self.owner[slab]]
-            held = sum(blocks.refs[b] > 0 for b in range(slab * blocks.per_slab, (slab + 1) * blocks.per_slab))
-            assert held == self.held_in[slab], f"slab {slab}: {held} held, {self.held_in[slab]} counted"
-            assert (slab in self.idle) == (held == 0), f"slab {slab}: idle"
+        check_pool(self)

@@ -38,11 +38,7 @@ class GroupNeed:
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Return the most blocks that a sequence of that length holds at once when computed in such chunks."""
-        if self.kind == "recurrent":
-            return 1
-        if self.window is not None:
-            num_tokens = min(num_tokens, self.window + chunk + 2 * self.block_tokens)
-        return -(-num_tokens // self.block_tokens)
+        return most_held(self, num_tokens, chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +83,32 @@ class CachePlan:
     def padding_too_large(self) -> bool:
         """Whether ``plan`` should warn."""
         return self.padding > MAX_PADDING
+
+
+def most_held(group: GroupNeed | GroupPlan, num_tokens: int, chunk: int) -> int:
+    """Return the most blocks of a group that a sequence of that length holds at once when computed in such chunks."""
+    if group.kind == "recurrent":
+        return 1
+    if group.window is not None:
+        num_tokens = min(num_tokens, group.window + chunk + 2 * group.block_tokens)
+    return -(-num_tokens // group.block_tokens)
+
+
+def cut(plan: CachePlan, nbytes: int) -> tuple[int, ...]:
+    """Return how many blocks of each group lie in a cache of so many bytes less than planned: whole slabs, or, where
+    groups share none, the same part of each."""
+    if plan.shared:
+        return tuple(nbytes // plan.slab_bytes * group.blocks_per_slab for group in plan.groups)
+    return tuple(group.num_blocks * nbytes // plan.total_bytes for group in plan.groups)
+
+
+def holds_longest(plan: CachePlan, blocks: Sequence[int], max_tokens: int, chunk: int) -> bool:
+    """Return whether one sequence of the longest length fits in so many blocks of each group (see ``cut``)."""
+    needed = [most_held(group, max_tokens, min(chunk, max_tokens)) for group in plan.groups]
+    if not plan.shared:
+        return all(count < most for count, most in zip(needed, blocks, strict=True))
+    slabs = sum(-(-count // group.blocks_per_slab) for count, group in zip(needed, plan.groups, strict=True))
+    return all(slabs < most // group.blocks_per_slab for most, group in zip(blocks, plan.groups, strict=True))
 
 
 def plan_cache(needs: Sequence[GroupNeed], budget: int, *, shared: bool, max_tokens: int, chunk: int) -> CachePlan:

@@ -222,3 +222,48 @@ def test_random_operations_keep_the_books(steps: list[tuple[str, int, int]], sha
     one.check_integrity()
     assert all(blocks.num_held == 0 for blocks in one.groups)
     assert not shared or len(one.free_slabs) == 5
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_retired_blocks_are_not_handed_out_and_leave_the_index(shared: bool) -> None:
+    one = pool(shared=shared, recording=True)
+    blocks = one.take_many(0, 16)
+    named, other, kept = max(blocks), max(blocks) - 1, min(blocks)
+    for block, name in ((named, b"named"), (other, b"other"), (kept, b"kept")):
+        one.name(0, block, name)
+    one.drop_many(0, [block for block in blocks if block != other])
+    limits = (12, 3)
+    one.retire(limits)
+    assert not one.retired(), "somebody holds one"
+    assert set(one.groups[0].index) == {b"kept"}, "nobody finds them, held or not"
+    one.check_integrity()
+    one.hold(0, other)
+    one.drop(0, other)
+    one.name(0, other, b"again")
+    assert not one.retired() and b"again" not in one.groups[0].index
+    one.name(0, other, b"at last")
+    one.drop(0, other)
+    assert one.retired() and set(one.groups[0].index) == {b"kept"}
+    assert all(block < 12 for block in one.take_freed()[0]), "what is void there is nobody's business"
+    one.check_integrity()
+    first = 4 if shared else 1
+    assert one.available(0) == 12 - first
+    assert sorted(one.take_many(0, 99)) == list(range(first, 12)) and one.take(0) == 0
+    assert one.take_many(1, 9) == ([] if shared else [1, 2])
+    one.check_integrity()
+
+
+def test_retired_slabs_go_to_no_group_and_an_idle_one_is_emptied() -> None:
+    one = pool(num_slabs=4, per_slab=(4, 2))
+    slabs = [one.take_many(0, 4), one.take_many(1, 2), one.take_many(0, 4)]
+    for block in slabs[2]:
+        one.name(0, block, b"%d" % block)
+    one.drop_many(0, slabs[2])
+    one.retire((12, 6))
+    assert one.retired() and not one.groups[0].index and not one.idle
+    one.drop_many(0, slabs[0])
+    one.drop_many(1, slabs[1])
+    one.check_integrity()
+    assert len(one.take_many(1, 99)) == 4 and one.take(0) == 0
+    one.retire((99, 99))
+    assert [group.limit for group in one.groups] == [12, 6], "what went does not come back"

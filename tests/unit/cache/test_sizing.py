@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from drivetrain.cache.sizing import GroupNeed, plan_cache, smallest_budget
+from drivetrain.cache.sizing import GroupNeed, cut, holds_longest, plan_cache, smallest_budget
 from drivetrain.errors import ConfigError
 
 NEEDS = st.lists(
@@ -86,3 +86,20 @@ def test_a_window_needs_no_more_than_it_reads() -> None:
 def test_a_model_without_a_cache_needs_nothing() -> None:
     plan = plan_cache([], 1 << 20, shared=True, max_tokens=10, chunk=10)
     assert (plan.total_bytes, plan.groups) == (0, ())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_cut_cache_holds_the_longest_sequence_just_as_a_smaller_plan_would(shared: bool) -> None:
+    needs = [
+        GroupNeed(kind="full", layer_bytes=256, num_layers=2, block_tokens=4),
+        GroupNeed(kind="window", layer_bytes=256, num_layers=4, block_tokens=4, window=10),
+        GroupNeed(kind="recurrent", layer_bytes=2048, num_layers=2, block_tokens=4),
+    ]
+    plan = plan_cache(needs, 400 * 1024, shared=shared, max_tokens=96, chunk=32)
+    assert cut(plan, plan.total_bytes) == tuple(group.num_blocks for group in plan.groups)
+    least = smallest_budget(needs, plan, 96, 32)
+    fits = [n for n in range(0, plan.total_bytes, 512) if holds_longest(plan, cut(plan, n), 96, 32)]
+    assert fits == list(range(fits[0], plan.total_bytes, 512)), "more holds it where less does"
+    assert least <= fits[0] < least * (1.05 if shared else 2)  # a few states are cut coarsely
+    half = cut(plan, plan.total_bytes // 2)
+    assert all(0 < blocks <= group.num_blocks // 2 for blocks, group in zip(half, plan.groups, strict=True))

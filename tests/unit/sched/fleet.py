@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from drivetrain.cache.sizing import cut, holds_longest
 from drivetrain.loop import Loop
 from drivetrain.params import PoolingParams
 from tests.unit.sched.simulated import (
@@ -27,6 +28,7 @@ class Fleet:
         self, seed: int, *, depth: int = 1, drafts: int = 0, connector: SlowConnector | None = None, **settings: object
     ) -> None:
         self.scheduler, manager = make(**settings, connector=connector, max_drafts=drafts)
+        self.manager, self.retiring, self.given = manager, False, 0
         self.runner = SimulatedRunner(manager, 8, drafts, seed)
         self.connector = connector
         if connector is not None:
@@ -108,6 +110,22 @@ class Fleet:
         if running := [*state.decoding, *state.prefilling]:
             state.preempt(int(self.random.choice(running)))
 
+    def shrink(self) -> None:
+        """Give some of the cache back, as soon as nobody holds it, unless too little would be left."""
+        less = self.random.integers(1, max(2, self.manager.plan.total_bytes // 8))
+        limits = cut(self.manager.plan, max(0, self.manager.kept_bytes - int(less)))
+        chunk = self.scheduler._state.config.max_num_batched_tokens
+        if holds_longest(self.manager.plan, limits, LONGEST, chunk):
+            self.manager.retire(limits)
+            self.retiring = True
+
+    def settle(self) -> None:
+        if self.retiring and self.manager.retired():
+            self.retiring = False
+            limits = [group.limit for group in self.manager.pool.groups]
+            self.given += sum(self.runner.limits) - sum(limits)
+            self.runner.limits = limits
+
     def drain(self) -> None:
         """Run until all is done: nothing may be left behind."""
         self.runner.fail_next = False
@@ -115,6 +133,9 @@ class Fleet:
             if not self.loop.has_work():
                 break
             self.step()
+            self.settle()
+        self.settle()
+        assert not self.retiring, "blocks that nobody holds were not given back"
         self.loop.check_integrity()
         assert not self.want, f"requests were forgotten: {list(self.want)}"
         stats = self.loop.stats()
@@ -140,6 +161,9 @@ class Fleet:
             self.runner.fail_next = True
         elif 0.295 <= kind < 0.31:
             self.preempt()
+        elif 0.31 <= kind < 0.318:
+            self.shrink()
         else:
             self.step()
+        self.settle()
         self.loop.check_integrity()

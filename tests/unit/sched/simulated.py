@@ -9,6 +9,7 @@ a poisoned token that reaches the outside is wrong, and a slot of poison that is
 
 Where plans announce freed blocks, what is announced loses its content, and no block gets a new writer before that.
 Where groups share slabs, their blocks lie over each other, and what is written to one is lost to all that lie there.
+Blocks that have gone back to the device are named by no plan and touched by none.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class SimulatedRunner:
         self.fail_next = self.failing = False
         self.tainted: set[int] = set()  # requests whose state came of a failed step
         self.plans: list[StepPlan] = []
+        self.limits = [group.num_blocks for group in self.groups]  # from there on blocks are the device's again
 
     def forward(self, plan: StepPlan) -> None:
         assert len(set(plan.rows.tolist())) == plan.num_rows, "a row twice in one plan"
@@ -136,12 +138,14 @@ class SimulatedRunner:
         assert len(set(map(tuple, changed))) == len(changed), "one table entry changed twice in one plan"
         for row, group, index, block in plan.blocks.tolist():
             assert row in self.rows, "blocks for a row that no request has"
+            self.there(group, block)
             self.tables[group][row, index] = block
         self._check_freed(plan)
         for group, block in plan.zeroed:
             self._claim(group, block, -1)
             self.states[group][block] = b""
         for copy in plan.copies:
+            self.there(copy.group, copy.source)
             assert self.states[copy.group][copy.source] != FREED, "a checkpoint is copied after it was freed"
             self._claim(copy.group, copy.target, -1)
             self.states[copy.group][copy.target] = self.states[copy.group][copy.source]
@@ -154,6 +158,7 @@ class SimulatedRunner:
             assert blocks.dtype == np.int32 and len(blocks) and blocks.min() > 0, "the null block is never announced"
             assert len(set(blocks.tolist())) == len(blocks), "a block is announced once a plan"
             for block in blocks.tolist():
+                self.there(group, block)
                 self.writers[group].pop(block, None)
                 for number, other in self.lies_at(group, block):
                     for offset in range(self.groups[number].block_tokens):
@@ -170,6 +175,9 @@ class SimulatedRunner:
             stray = [b for b in blocks.tolist() if b in held and (group, b) not in given]
             assert not stray, f"group {group}: blocks {stray} are announced, and held by rows"
 
+    def there(self, group: int, block: int) -> None:
+        assert block < self.limits[group], f"group {group} block {block}: its memory was given back"
+
     def lies_at(self, group: int, block: int) -> list[tuple[int, int]]:
         """All groups' blocks that have bytes in common with this one, and itself."""
         if not self.shared:
@@ -180,6 +188,7 @@ class SimulatedRunner:
 
     def _claim(self, group: int, block: int, epoch: int) -> None:
         """Before a write: the block is this writer's already (-1: it never is), or all that lay there was announced."""
+        self.there(group, block)
         if not self.announced or self.writers[group].get(block) == epoch != -1:
             return
         for number, other in self.lies_at(group, block):
@@ -288,6 +297,7 @@ class SimulatedRunner:
         size = self.groups[number].block_tokens
         block = self.tables[number].get((row, p // size), 0)
         assert block, f"{where}: no block"
+        self.there(number, block)
         found, want = self.slots[number].get((block, p % size)), state["prefix"].get(p)
         assert found is not None and found != LOADING, f"{where}: never written"
         assert found != FREED, f"{where}: freed"
