@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +22,9 @@ class Group(Protocol):
     def longest(self, digests: Sequence[bytes], limit: int) -> int:
         """Return the longest prefix <= limit, a multiple of the granule, that this group can serve."""
 
-    def blocks_at(self, digests: Sequence[bytes], length: int) -> list[tuple[int, int]]:
-        """Return (index in the table, block) of what a row must hold to go on from a prefix that it can serve."""
+    def blocks_at(self, digests: Sequence[bytes], length: int) -> tuple[int, list[int]]:
+        """Return the blocks that a row must hold to go on from a prefix that it can serve, and the first one's index in
+        the table."""
 
     def first_needed(self, position: int) -> int:
         """Return the first table index that a query at that position, or any later one, may read."""
@@ -52,6 +54,7 @@ class PagedGroup:
         self._parts = unit // size if unit > size else 0
         self._places = np.arange(self._parts, dtype=np.int32)
         self.suffixes = tuple(bytes((place,)) for place in range(self._parts)) or (b"",)
+        self._last: tuple[Sequence[bytes], list[bytes]] = ((), [])  # digests, and the names from the first block on
 
     def name_of(self, digests: Sequence[bytes], index: int) -> bytes:
         if self._parts:
@@ -91,15 +94,13 @@ class PagedGroup:
         return 0
 
     def _run_from_start(self, digests: Sequence[bytes], limit: int) -> int:
-        known = self._index
-        for index, name in enumerate(self._names(digests, 0, limit // self._size)):
-            if name not in known:
-                return index * self._size // self.granule * self.granule
-        return limit
+        names = self._names(digests, 0, limit // self._size)
+        found = len(list(takewhile(self._index.__contains__, names)))
+        return limit if found == len(names) else found * self._size // self.granule * self.granule
 
-    def blocks_at(self, digests: Sequence[bytes], length: int) -> list[tuple[int, int]]:
-        known, first, end = self._index, self.first_needed(length), length // self._size
-        return list(enumerate([known[name] for name in self._names(digests, first, end)], first))
+    def blocks_at(self, digests: Sequence[bytes], length: int) -> tuple[int, list[int]]:
+        first, end = self.first_needed(length), length // self._size
+        return first, list(map(self._index.__getitem__, self._names(digests, first, end)))
 
     def _names(self, digests: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
         """Return the names of the blocks at table indices first .. end - 1; ``name_of`` over many."""
@@ -110,8 +111,14 @@ class PagedGroup:
             return digests[(first + 1) * step - 1 : end * step : step]
         parts, suffixes = self._parts, self.suffixes
         whole = first // parts
-        names = [digest + suffix for digest in digests[whole : -(-end // parts)] for suffix in suffixes]
-        return names[first - whole * parts : end - whole * parts]
+        if whole:
+            names = [digest + suffix for digest in digests[whole : -(-end // parts)] for suffix in suffixes]
+            return names[first - whole * parts : end - whole * parts]
+        of, names = self._last  # a prompt is looked up, weighed and opened one after the other
+        if of is not digests or len(names) < end:
+            names = [digest + suffix for digest in digests[: -(-end // parts)] for suffix in suffixes]
+            self._last = digests, names
+        return names[first:end]
 
 
 class RecurrentGroup:
@@ -139,9 +146,9 @@ class RecurrentGroup:
                 return units * self._unit
         return 0
 
-    def blocks_at(self, digests: Sequence[bytes], length: int) -> list[tuple[int, int]]:
-        """Return the checkpoint to copy from; its index says so: -1."""
-        return [(-1, self._index[digests[length // self._unit - 1]])] if length else []
+    def blocks_at(self, digests: Sequence[bytes], length: int) -> tuple[int, list[int]]:
+        """Return the checkpoint to copy from; it has no place in the table: -1."""
+        return -1, [self._index[digests[length // self._unit - 1]]] if length else []
 
 
 def make_group(pool: Pool, number: int, plan: GroupPlan, unit: int) -> Group:

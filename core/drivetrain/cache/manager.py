@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
@@ -92,9 +93,9 @@ class CacheManager:
         Returns the shared blocks it builds on; None, and nothing held, when a working block lacks.
         """
         found = [group.blocks_at(digests, length) for group in self.groups]
-        shared = [(group.number, block) for group in self.groups for _, block in found[group.number]]
-        for group in self.groups:
-            self.pool.hold_many(group.number, [block for _, block in found[group.number]])
+        shared = [held for number, (_, blocks) in enumerate(found) for held in zip(repeat(number), blocks)]
+        for number, (_, blocks) in enumerate(found):
+            self.pool.hold_many(number, blocks)
         working = [self.pool.take(group.number) for group in self.recurrent]
         if not all(working):
             taken = [(g.number, b) for g, b in zip(self.recurrent, working, strict=True) if b]
@@ -102,23 +103,24 @@ class CacheManager:
                 self.pool.drop(number, block)
             return None
         for group, block in zip(self.recurrent, working, strict=True):
-            self._start_state(group, row, block, found[group.number])
+            self._start_state(group, row, block, found[group.number][1])
         for paged in self.paged:
             number, count = paged.number, length // paged.plan.block_tokens
-            first = found[number][0][0] if found[number] else count
-            self._record(number, row, range(first, count), [block for _, block in found[number]])
+            first, blocks = found[number]
+            first = first if blocks else count
+            self._record(number, row, first, blocks)
             self.firsts[number, row] = first
             self.ends[number][row] = count
-        self._see_horizon(np.array([row]))
+        self._see_row(row)
         return shared
 
-    def _start_state(self, group: Group, row: int, working: int, found: list[tuple[int, int]]) -> None:
+    def _start_state(self, group: Group, row: int, working: int, found: Sequence[int]) -> None:
         if found:
-            self._copies.append(BlockCopy(group=group.number, source=found[0][1], target=working))
-            self._lent.append((group.number, found[0][1]))
+            self._copies.append(BlockCopy(group=group.number, source=found[0], target=working))
+            self._lent.append((group.number, found[0]))
         else:
             self._zeroed.append((group.number, working))
-        self._record(group.number, row, [0], [working])
+        self._record(group.number, row, 0, [working])
         self.firsts[group.number, row], self.ends[group.number][row] = 0, 1
 
     def plenty(self, num: int) -> bool:
@@ -139,11 +141,10 @@ class CacheManager:
                 return False
         for number, blocks in got:
             if blocks:
-                begin = int(self.ends[number][row])
-                self._record(number, row, range(begin, begin + len(blocks)), blocks)
+                self._record(number, row, int(self.ends[number][row]), blocks)
         for number, _ in got:
             self.ends[number][row] = max(int(self.ends[number][row]), -(-upto // self.plan.groups[number].block_tokens))
-        self._see_horizon(np.array([row]))
+        self._see_row(row)
         return True
 
     def extend_rows(self, rows: np.ndarray, upto: np.ndarray) -> int | None:
@@ -190,6 +191,11 @@ class CacheManager:
             horizon = np.minimum(horizon, self.ends[groups[0].number][rows] * groups[0].plan.block_tokens)
         self.horizon[rows] = horizon
 
+    def _see_row(self, row: int) -> None:
+        """The same for one row."""
+        upto = [int(self.ends[groups[0].number][row]) * groups[0].plan.block_tokens for groups in self._by_size]
+        self.horizon[row] = min(upto, default=self.max_tokens)
+
     def _record_many(self, number: int, rows: np.ndarray, indices: np.ndarray, blocks: Sequence[int]) -> None:
         """One table entry of each row changes."""
         part = np.empty((len(blocks), 4), np.int32)
@@ -197,13 +203,14 @@ class CacheManager:
         self.tables[number][rows, indices] = part[:, 3]
         self._parts.append(part)
 
-    def _record(self, number: int, row: int, indices: Sequence[int], blocks: Sequence[int]) -> None:
-        """Entries of one row change."""
+    def _record(self, number: int, row: int, first: int, blocks: Sequence[int]) -> None:
+        """Entries of one row change, from index ``first`` on."""
         if not blocks:
             return
+        end = first + len(blocks)
         part = np.empty((len(blocks), 4), np.int32)
-        part[:, 0], part[:, 1], part[:, 2], part[:, 3] = row, number, indices, blocks
-        self.tables[number][row, part[:, 2]] = part[:, 3]
+        part[:, 0], part[:, 1], part[:, 2], part[:, 3] = row, number, np.arange(first, end, dtype=np.int32), blocks
+        self.tables[number][row, first:end] = part[:, 3]
         self._parts.append(part)
 
     def slide(self, rows: np.ndarray, positions: np.ndarray) -> None:
@@ -299,7 +306,7 @@ class CacheManager:
         self.hold_back(row)
         for number, table in enumerate(self.tables):
             first, end = int(self.firsts[number, row]), int(self.ends[number][row])
-            self._record(number, row, range(first, end), table[row, first:end].tolist())
+            self._record(number, row, first, table[row, first:end].tolist())
 
     def filled_elsewhere(self, row: int, begin: int) -> list[tuple[int, int, int]]:
         """Return ``places`` of a row's tokens from ``begin`` on, which somebody begins to fill now, not a plan; the
