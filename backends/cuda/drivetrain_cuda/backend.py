@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from drivetrain_triton.target import Target
 from .graphs import CudaGraphs
 from .memory import CudaMemory
 from .ops import DTYPES, Providers
+from .virtual import shrinkable
 
 BLOCK_TOKENS = (16, 32, 64, 128)
 SLOTS = "int32"
@@ -35,11 +37,12 @@ def open_backend(index: int, view: ConfigView) -> Backend:
         why = f"built for CUDA {built}, which the driver here does not run" if built else "built without CUDA"
         raise RuntimeError(f"torch {torch.__version__} is {why}; install a CUDA build that fits the driver")
     torch.cuda.set_device(index)
-    runtime = torch_runtime("cuda", index, host=page_locked, free_host=unlock_unused)
+    shrinking = None if view.options.get("give_back") == "off" else partial(shrinkable, index)
+    runtime = torch_runtime("cuda", index, host=page_locked, free_host=unlock_unused, shrinkable=shrinking)
     target = target_of(runtime.device, overlap=view.options.get("overlap") != "off")
-    providers = Providers(target=target)
+    providers = Providers(target=target, deterministic=view.deterministic)
     return ComposedBackend(
-        capabilities=Capabilities(model_dtypes=DTYPES, cache_dtypes=DTYPES, default_depth=2),
+        capabilities=Capabilities(model_dtypes=DTYPES, cache_dtypes=DTYPES, default_depth=2, deterministic=True),
         device=runtime,
         storage=torch_storage(runtime, BLOCK_TOKENS, SLOTS),
         memory=CudaMemory(runtime),

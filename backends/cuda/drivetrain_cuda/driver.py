@@ -13,11 +13,11 @@ NO_DEVICE = 100
 
 
 class DriverError(RuntimeError):
-    """Why the driver gives no devices, and what to do about it."""
+    """Why the driver does not do what it should, and what to do about it. ``code``: its result; 0: none came."""
 
-    def __init__(self, reason: str, fix: str) -> None:
+    def __init__(self, reason: str, fix: str, code: int = 0) -> None:
         super().__init__(reason)
-        self.reason, self.fix = reason, fix
+        self.reason, self.fix, self.code = reason, fix, code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,10 @@ class Card:
 
 def cards() -> list[Card]:
     """Return every device that the driver shows this process. DriverError when it can't say."""
-    driver = _load()
-    _check(driver, "cuInit", driver.cuInit(0))
+    driver = load()
+    check(driver, "cuInit", driver.cuInit(0))
     count = ctypes.c_int()
-    _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
+    check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
     return [_card(driver, index) for index in range(count.value)]
 
 
@@ -45,14 +45,15 @@ def make_context(index: int) -> None:
     fails nothing is said: whoever needs the context meets the reason."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch would; the driver reads it once
     with suppress(DriverError):
-        driver = _load()
-        _check(driver, "cuInit", driver.cuInit(0))
+        driver = load()
+        check(driver, "cuInit", driver.cuInit(0))
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+        check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _load() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
+    """Return the driver's library. DriverError where there is none."""
     for name in LIBRARIES:
         try:
             return ctypes.CDLL(name)
@@ -63,25 +64,26 @@ def _load() -> ctypes.CDLL:
 
 def _card(driver: ctypes.CDLL, index: int) -> Card:
     device = ctypes.c_int()
-    _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+    check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
     name = ctypes.create_string_buffer(256)
-    _check(driver, "cuDeviceGetName", driver.cuDeviceGetName(name, len(name), device))
+    check(driver, "cuDeviceGetName", driver.cuDeviceGetName(name, len(name), device))
     memory = ctypes.c_size_t()
-    _check(driver, "cuDeviceTotalMem", driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device))
+    check(driver, "cuDeviceTotalMem", driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device))
     uuid = (ctypes.c_ubyte * 16)()
-    _check(driver, "cuDeviceGetUuid", driver.cuDeviceGetUuid(ctypes.byref(uuid), device))
+    check(driver, "cuDeviceGetUuid", driver.cuDeviceGetUuid(ctypes.byref(uuid), device))
     return Card(
         index=index,
         name=name.value.decode(errors="replace"),
         uuid="GPU-" + _dashed(bytes(uuid).hex()),
         memory_bytes=memory.value,
-        capability=(_attribute(driver, MAJOR, device), _attribute(driver, MINOR, device)),
+        capability=(attribute(driver, MAJOR, device), attribute(driver, MINOR, device)),
     )
 
 
-def _attribute(driver: ctypes.CDLL, number: int, device: ctypes.c_int) -> int:
+def attribute(driver: ctypes.CDLL, number: int, device: ctypes.c_int) -> int:
+    """Return one of a device's CUdevice_attribute values."""
     value = ctypes.c_int()
-    _check(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(ctypes.byref(value), number, device))
+    check(driver, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute(ctypes.byref(value), number, device))
     return value.value
 
 
@@ -89,11 +91,12 @@ def _dashed(digits: str) -> str:
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def _check(driver: ctypes.CDLL, call: str, code: int) -> None:
+def check(driver: ctypes.CDLL, call: str, code: int) -> None:
+    """Raise DriverError, with the driver's own words, for a call's result other than success."""
     if code == 0:
         return
     text = ctypes.c_char_p()
     driver.cuGetErrorString(code, ctypes.byref(text))
     said = text.value.decode(errors="replace") if text.value else "no description"
     fix = "check CUDA_VISIBLE_DEVICES" if code == NO_DEVICE else "check the driver with nvidia-smi"
-    raise DriverError(f"{call} says {said} (error {code})", fix)
+    raise DriverError(f"{call} says {said} (error {code})", fix, code)

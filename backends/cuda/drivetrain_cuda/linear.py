@@ -1,4 +1,5 @@
-"""linear/1: the shared Triton kernels where few rows read a whole weight, cuBLAS for all else."""
+"""linear/1: the shared Triton kernels where few rows read a whole weight, cuBLAS for all else; or, where a row's bits
+must not depend on the batch, one shared kernel for any rows."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch.nn import functional
 
 from drivetrain_api.v1 import AddRmsNormSpec, GatedActivationSpec, LinearSpec, Packed, dtype_bytes
 from drivetrain_triton.linear import small_gated, small_linear
+from drivetrain_triton.linear_invariant import invariant_linear
 from drivetrain_triton.linear_normed import normed_linear
 from drivetrain_triton.norms import Norm
 from drivetrain_triton.target import Target
@@ -52,6 +54,15 @@ class DeviceLinear:
             wide = torch.mm(x, weight.t(), out_dtype=torch.float32)
             return wide if bias is None else wide + bias
         return functional.linear(x, weight, bias)
+
+
+class InvariantLinear(DeviceLinear):
+    """The same, by one arithmetic for every number of rows: a row's bits are its own."""
+
+    def apply(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """x [T, in] -> [T, out]."""
+        weight, bias = packed.data
+        return invariant_linear(x, weight, bias, self._dtype, self._target)
 
 
 class GatedLinear(DeviceLinear):

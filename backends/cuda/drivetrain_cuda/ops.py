@@ -18,27 +18,30 @@ from drivetrain_api.v1 import (
     Provided,
 )
 from drivetrain_triton.attention import provide_attention
+from drivetrain_triton.attention_invariant import provide_invariant
 from drivetrain_triton.attention_rotate import fuse_rotate
 from drivetrain_triton.providers import provide_small
 from drivetrain_triton.target import Target
 
 from . import table
-from .linear import DeviceLinear, GatedLinear, NormedLinear
+from .linear import DeviceLinear, GatedLinear, InvariantLinear, NormedLinear
 
 DTYPES = ("bfloat16", "float16", "float32")
 ANY_GRAPH = OpTraits(graph="any")
+INVARIANT = OpTraits(batch_invariant=True, graph="any")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Providers:
-    """Answers ``Backend.provide`` and ``Backend.fuse``."""
+    """Answers ``Backend.provide`` and ``Backend.fuse``. ``deterministic``: a row's bits must not depend on the batch."""
 
     target: Target
+    deterministic: bool = False
 
     def provide(self, spec: OpSpec) -> Provided | Decline:
         """Return this backend's implementation of a spec, or say why there is none."""
         if isinstance(spec, AttentionSpec):
-            return provide_attention(spec, self.target)
+            return (provide_invariant if self.deterministic else provide_attention)(spec, self.target)
         if isinstance(spec, LinearSpec):
             return self._linear(spec)
         return provide_small(spec, self.target)
@@ -46,11 +49,19 @@ class Providers:
     def _linear(self, spec: LinearSpec) -> Provided | Decline:
         if problem := _unable(spec):
             return Decline(reason=problem)
+        if self.deterministic:
+            label = "native: batch-invariant, shared Triton for any rows"
+            return Provided(implementation=InvariantLinear(spec, self.target), label=label, traits=INVARIANT)
         label = "native: small batches by shared Triton, else cuBLAS"
         return Provided(implementation=DeviceLinear(spec, self.target), label=label, traits=ANY_GRAPH)
 
     def fuse(self, specs: Sequence[OpSpec]) -> Fused | None:
-        """Claim the gated product, products behind a norm, and all between the q/k/v product and attention."""
+        """Claim the gated product, products behind a norm, and all between the q/k/v product and attention.
+
+        Deterministic: only the last. The others choose their sums by the number of rows.
+        """
+        if self.deterministic:
+            return fuse_rotate(specs, self.target, invariant=True)
         if isinstance(specs[0], AddRmsNormSpec):
             return self._normed(specs[0], specs[1:])
         if len(specs) == 2 and isinstance(specs[0], LinearSpec) and isinstance(specs[1], GatedActivationSpec):

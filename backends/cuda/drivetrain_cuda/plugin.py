@@ -44,6 +44,13 @@ OPTIONS = (
         default="processes",
         choices=("processes", "threads"),
     ),
+    OptionSpec(
+        key="give_back",
+        kind="str",
+        help="hold the cache in memory whose end can be given back where captured steps need more than planned",
+        default="on",
+        choices=("on", "off"),
+    ),
 )
 
 

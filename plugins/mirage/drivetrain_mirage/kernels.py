@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from drivetrain_api.v1 import AttentionSpec, RmsNormSpec
 
+from .arenas import Arenas
+
 TILE_ROWS = 16
 
 
@@ -47,7 +49,7 @@ class AttentionKernel:
     def __call__(
         self,
         q: torch.Tensor,
-        arenas: tuple[torch.Tensor, ...],
+        arenas: Arenas,
         step: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -70,7 +72,7 @@ class AttentionKernel:
     def _row(
         self,
         q: torch.Tensor,
-        arenas: tuple[torch.Tensor, ...],
+        arenas: Arenas,
         blocks: tuple[torch.Tensor, int],
         positions: torch.Tensor,
         sinks: torch.Tensor | None,
@@ -80,6 +82,7 @@ class AttentionKernel:
         low, high = int(positions.min()), int(positions.max())
         first = 0 if spec.window is None else max(0, low - spec.window + 1)
         end = min(length, high + 1) if spec.causal else length
+        arenas.there(table[first // arenas[0].shape[2] : -(-end // arenas[0].shape[2])])
         k, v = (_keys(arena, table, first, end).to(torch.float32) for arena in arenas)
         groups, count = spec.num_heads // spec.num_kv_heads, q.shape[0]
         folded = q.to(torch.float32).unflatten(1, (spec.num_kv_heads, groups)).permute(1, 2, 0, 3).flatten(1, 2)

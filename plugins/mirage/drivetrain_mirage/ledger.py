@@ -53,5 +53,10 @@ class Slab:
         self._ledger = ledger
         self.nbytes = nbytes
 
+    def leave(self, nbytes: int) -> None:
+        """Give back all but so many bytes."""
+        self._ledger.give(self.nbytes - nbytes)
+        self.nbytes = nbytes
+
     def __del__(self) -> None:
         self._ledger.give(self.nbytes)

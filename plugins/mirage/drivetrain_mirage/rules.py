@@ -31,5 +31,6 @@ RULES: dict[str, str] = {
     "stable-upload": "the source of an upload stays unchanged until an event recorded after it is done",
     "shape-buckets": "a step has a shape of the buckets",
     "no-late-compile": "nothing is compiled after ready",
+    "given-back": "memory that was given back is not touched",
     "compile-budget": "only so many shapes are compiled before ready",
 }

@@ -11,6 +11,7 @@ import torch
 from drivetrain_api.v1 import CacheHandle, CacheLayout, CachePart, CacheSpec, SlabPool, dtype_bytes, torch_dtype
 
 from .allowed import DECLARED_DTYPES
+from .arenas import Arenas
 from .device import POISON, MirageDevice
 from .rules import RuleError
 from .tensors import MirageTensor, new_dense, on_device
@@ -85,7 +86,23 @@ class MirageCache:
         self._held = [new_dense(owner, shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
         used = sum(t.raw.numel() * t.raw.element_size() for t in self._held)
         self._rest = owner.ledger.take(self.nbytes - used)
-        self.arenas = tuple(t.raw for t in self._held)
+        self.arenas = Arenas(tuple(t.raw for t in self._held), num_blocks)
+        self.piece_bytes = layout.bytes_per_block
+
+    def shrink(self, nbytes: int) -> int:
+        """Give back the blocks that ``nbytes`` do not hold. What is left of a buffer there is garbage."""
+        before, kept = self.nbytes, -(-nbytes // self.piece_bytes)
+        if kept >= self.arenas.kept:
+            return 0
+        self.arenas.leave(kept)
+        self.nbytes = rest = kept * self.piece_bytes
+        for tensor in self._held:
+            part = kept * tensor.raw[0].numel() * tensor.raw.element_size()
+            assert tensor.slab is not None, "an arena has bytes of its own"
+            tensor.slab.leave(part)
+            rest -= part
+        self._rest.leave(rest)
+        return before - self.nbytes
 
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raw = self._ids(slots, "slots")
@@ -150,11 +167,10 @@ class MirageCache:
 
 # Kernels: they run on the stream, over buffers.
 
-Arenas = tuple[torch.Tensor, ...]
-
 
 def _read(slots: torch.Tensor, size: int, arenas: Arenas) -> tuple[torch.Tensor, ...]:
     block, offset = slots // size, slots % size
+    arenas.there(block)
     return tuple(_places(arena, block, offset) for arena in arenas)
 
 
@@ -174,6 +190,7 @@ def _write(slots: torch.Tensor, rule: tuple[int, bool], arenas: Arenas, values: 
     means that it has a new owner, or that its owner starts over."""
     size, restarts = rule
     block, offset = slots // size, slots % size
+    arenas.there(block)
     begun = block[offset == 0]
     if restarts and len(begun):
         _fill(begun, arenas, True)
@@ -188,16 +205,20 @@ def _write(slots: torch.Tensor, rule: tuple[int, bool], arenas: Arenas, values: 
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, arenas: Arenas) -> None:
+    arenas.there(source)
+    arenas.there(target)
     for arena in arenas:
         arena[target] = arena[source]
 
 
 def _fill(blocks: torch.Tensor, arenas: Arenas, poison: bool) -> None:
+    arenas.there(blocks)
     for arena in arenas:
         arena[blocks] = torch.scalar_tensor(POISON[arena.dtype] if poison else 0, dtype=arena.dtype)
 
 
 def _export(blocks: torch.Tensor, arenas: Arenas, size: int) -> torch.Tensor:
+    arenas.there(blocks)
     out = torch.zeros((len(blocks), size), dtype=torch.uint8)
     at = 0
     for arena in arenas:
@@ -208,6 +229,7 @@ def _export(blocks: torch.Tensor, arenas: Arenas, size: int) -> torch.Tensor:
 
 
 def _import(blocks: torch.Tensor, arenas: Arenas, data: torch.Tensor) -> None:
+    arenas.there(blocks)
     at = 0
     for arena in arenas:
         width = arena[0].numel() * arena.element_size()

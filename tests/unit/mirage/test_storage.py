@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain_api.v1 import CachePart, CacheSpec
+from drivetrain_api.v1 import CachePart, CacheSpec, Shrinkable
 from drivetrain_mirage.device import DeviceOptions, MirageDevice
+from drivetrain_mirage.rules import RuleError
 from drivetrain_mirage.runtime import MirageRuntime
 from drivetrain_mirage.storage import MirageStorage
 from drivetrain_mirage.streams import Pace
@@ -141,3 +142,43 @@ def test_wrong_shapes_are_refused_at_once(runtime, make):
         cache.write(ids(runtime, 1, 2), values(runtime, KV, 3)[1])
     with pytest.raises(ValueError, match="block"):
         cache.import_blocks(ids(runtime, 1), runtime.zeros((1, 5), torch.uint8))
+
+
+def test_blocks_at_the_end_are_given_back_and_touched_no_more(runtime, make):
+    cache = make(KV, 7)
+    assert isinstance(cache, Shrinkable) and cache.piece_bytes == cache.layout.bytes_per_block
+    host, device = values(runtime, KV, 2)
+    slots = [128 + 3, 4 * 128 + 1]
+    cache.write(ids(runtime, *slots), device)
+    runtime.synchronize()
+    size, before = cache.layout.bytes_per_block, runtime.memory().allocated
+    assert cache.shrink(5 * size - 3) == 2 * size and cache.shrink(6 * size) == 0
+    assert cache.nbytes == 5 * size and before - runtime.memory().allocated == 2 * size
+    for got, want in zip(read(runtime, cache, *slots), host, strict=True):
+        assert np.array_equal(got, want.float().numpy())
+    assert all(torch.isnan(arena[5:].float()).all() for arena in cache.arenas)
+    gone = ids(runtime, 5)
+    touches = (
+        lambda: cache.read(ids(runtime, 5 * 128)),
+        lambda: cache.write(ids(runtime, 5 * 128 + 1, 128), device),
+        lambda: cache.copy_blocks(gone, ids(runtime, 1)),
+        lambda: cache.copy_blocks(ids(runtime, 1), gone),
+        lambda: cache.zero_blocks(gone),
+        lambda: cache.freed(gone),
+        lambda: cache.export_blocks(gone),
+    )
+    for touch in touches:
+        touch()
+        with pytest.raises(RuleError, match=r"'given-back'.*block 5 was touched, 5 are left"):
+            runtime.synchronize()
+    cache.zero_blocks(ids(runtime, 4))
+    runtime.synchronize()
+
+
+def test_a_step_that_is_still_queued_does_not_find_what_was_given_back(runtime, make):
+    cache = make(KV, 7)
+    _, device = values(runtime, KV, 1)
+    cache.write(ids(runtime, 6 * 128), device)
+    cache.shrink(0)
+    with pytest.raises(RuleError, match="'given-back'"):
+        runtime.synchronize()

@@ -24,6 +24,8 @@ from .device import (
     MemoryProfiler,
     MemoryUse,
     PeakReport,
+    ShrinkableBuffer,
+    ShrinkableMemory,
     Stream,
 )
 from .graphs import Graph, GraphBudget, Graphs
@@ -76,7 +78,7 @@ from .sampling import (
     VerifySpec,
 )
 from .shapes import ShapePolicy, bucket
-from .storage import BlockRecycler, CacheHandle, CacheLayout, CachePart, CacheSpec, SlabPool, Storage
+from .storage import BlockRecycler, CacheHandle, CacheLayout, CachePart, CacheSpec, Shrinkable, SlabPool, Storage
 from .torch_runtime import torch_runtime
 from .torch_storage import generic_profiler, torch_storage
 
@@ -158,6 +160,9 @@ __all__ = [
     "RouteRule",
     "SamplingInputs",
     "ShapePolicy",
+    "Shrinkable",
+    "ShrinkableBuffer",
+    "ShrinkableMemory",
     "SlabPool",
     "SoftCapSpec",
     "Storage",

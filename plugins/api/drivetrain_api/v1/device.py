@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,6 +155,31 @@ class DeviceRuntime(Protocol):
 
     def profile(self, name: str) -> AbstractContextManager[Any]:
         """Mark a range for the vendor's profiler; a null context where there is none."""
+
+
+class ShrinkableBuffer(Protocol):
+    """Bytes on the device whose end can go back to it; what stays keeps its address. The memory lives as long as the
+    tensor, its views, or this object."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All its bytes as they were made, uint8 [n]: what went back is not to be touched."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """What goes back ends at multiples of this, at least within the last 32nd."""
+
+    def shrink(self, nbytes: int) -> int:
+        """Return to the device every piece that lies wholly behind the first ``nbytes``; returns the bytes of these
+        pieces. All work that touches them is done, and none comes any more."""
+
+
+@runtime_checkable
+class ShrinkableMemory(Protocol):
+    """Optional, beside ``DeviceRuntime``: memory that can go back to the device before its tensor is freed."""
+
+    def shrinkable(self, num_bytes: int) -> ShrinkableBuffer | None:
+        """Make an uninitialised buffer; None where this device has none, so that ``empty`` is to be used."""
 
 
 class Measured(Protocol):

@@ -107,6 +107,20 @@ class BlockRecycler(Protocol):
         reuses them. Block 0 may be among them, more than once: it fills lists up where shapes are fixed."""
 
 
+@runtime_checkable
+class Shrinkable(Protocol):
+    """Optional, beside ``SlabPool`` and ``CacheHandle``: memory of its last blocks can go back to the device, while
+    the others stay where they are, for graphs that hold their addresses."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """What goes back ends at multiples of this, at least within the last 32nd."""
+
+    def shrink(self, nbytes: int) -> int:
+        """Give back what lies behind the first ``nbytes``: of a pool as they lie, of a handle the blocks that these do
+        not hold. Returns the bytes that went back. All work that touches them is done, and none comes any more."""
+
+
 class Storage(Protocol):
     """Makes caches. ``drivetrain_api.v1.torch_storage`` composes one of strided torch tensors."""
 

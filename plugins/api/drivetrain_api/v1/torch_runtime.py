@@ -7,7 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .device import Counters, DeviceRuntime, ErrorClass, Event, Health, HostCopy, MemoryInfo, Stream
+from .device import (
+    Counters,
+    DeviceRuntime,
+    ErrorClass,
+    Event,
+    Health,
+    HostCopy,
+    MemoryInfo,
+    ShrinkableBuffer,
+    Stream,
+)
+from .host_memory import host_memory, peak_resident_bytes, reset_peak_resident, resident_bytes, trim_host_heap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +34,9 @@ MakeHost = Callable[["tuple[int, ...]", "torch.dtype"], "torch.Tensor"]
 FreeHost = Callable[[], None]
 
 
+MakeShrinkable = Callable[[int], "ShrinkableBuffer | None"]
+
+
 def torch_runtime(
     device_type: str,
     index: int | None = None,
@@ -30,12 +44,14 @@ def torch_runtime(
     during: Context = nullcontext,
     host: MakeHost | None = None,
     free_host: FreeHost | None = None,
+    shrinkable: MakeShrinkable | None = None,
 ) -> DeviceRuntime:
     """Compose a runtime of ``torch.<device_type>``'s device module; the host's own memory for a synchronous one.
 
     ``during``: makes a context that ``activate`` enters too, for what holds while the engine works only. ``host``:
     makes an uninitialised host tensor for copies, page-locked where plain memory would make them wait. ``free_host``:
-    returns to the system what lies unused of such memory; ``trim`` calls it.
+    returns to the system what lies unused of such memory; ``trim`` calls it. ``shrinkable``: see
+    ``ShrinkableMemory``; without it the runtime has no such ability.
     Raises RuntimeError when this torch has no such device type.
     """
     import torch
@@ -43,8 +59,12 @@ def torch_runtime(
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     module = torch.get_device_module(device)
     if hasattr(module, "Stream") and device_type != "cpu":
-        return _AsynchronousRuntime(device, module, during, host or _plain_host, free_host)
-    return _SynchronousRuntime(device, during)
+        made: _Runtime = _AsynchronousRuntime(device, module, during, host or _plain_host, free_host)
+    else:
+        made = _SynchronousRuntime(device, during)
+    if shrinkable is not None:
+        made.shrinkable = shrinkable
+    return made
 
 
 class _Tensors:
@@ -116,6 +136,7 @@ class _SynchronousRuntime:
     """Host memory and torch's own kernels; nothing is ever pending."""
 
     asynchronous = False
+    shrinkable: MakeShrinkable  # only where one was given
 
     def __init__(self, device: torch.device, during: Context) -> None:
         self._tensors = _Tensors(device)
@@ -232,6 +253,7 @@ class _AsynchronousRuntime:
     """A torch device module with streams and events. Page-locked host memory where torch offers it."""
 
     asynchronous = True
+    shrinkable: MakeShrinkable  # only where one was given
 
     def __init__(
         self, device: torch.device, module: Any, during: Context, host: MakeHost, free_host: FreeHost | None
@@ -320,6 +342,9 @@ class _AsynchronousRuntime:
         return torch.profiler.record_function(name)
 
 
+_Runtime = _SynchronousRuntime | _AsynchronousRuntime
+
+
 def classify_torch_error(error: BaseException) -> ErrorClass:
     """Classify by torch's exception types, then by what allocators say."""
     import torch
@@ -332,59 +357,3 @@ def classify_torch_error(error: BaseException) -> ErrorClass:
     if isinstance(error, OSError) and error.errno == errno.ENODEV:
         return ErrorClass.DEVICE_LOST
     return ErrorClass.UNKNOWN
-
-
-def host_memory() -> tuple[int, int]:
-    """Return (available, total) bytes of host memory, within the control group's limit where there is one."""
-    fields: dict[str, int] = {}
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            fields[name] = int(rest.split()[0]) * 1024
-    available, total = fields["MemAvailable"], fields["MemTotal"]
-    limit, used = _group_value("memory.max"), _group_value("memory.current")
-    if limit is not None and used is not None and limit < total:
-        available, total = min(available, max(0, limit - used)), limit
-    return available, total
-
-
-def _group_value(name: str) -> int | None:
-    try:
-        with open(f"/sys/fs/cgroup/{name}", encoding="ascii") as file:
-            text = file.read().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _status_bytes(field: str) -> int:
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def resident_bytes() -> int:
-    """Return this process's resident bytes."""
-    return _status_bytes("VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    """Return the highest resident bytes since the process began or the peak was reset."""
-    return _status_bytes("VmHWM")
-
-
-def reset_peak_resident() -> None:
-    """Begin a new measurement of the peak. OSError where the kernel does not allow it."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-
-
-def trim_host_heap() -> None:
-    """Ask the C library to return free heap pages to the system; nothing where it has no such call."""
-    import ctypes
-
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

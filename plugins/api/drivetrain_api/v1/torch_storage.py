@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .backend import dtype_bytes, torch_dtype
-from .device import Baseline, DeviceRuntime, MemoryProfiler, MemoryUse
+from .device import Baseline, DeviceRuntime, MemoryProfiler, MemoryUse, ShrinkableBuffer, ShrinkableMemory
 from .storage import CacheHandle, CacheLayout, CacheSpec, SlabPool, Storage
 
 if TYPE_CHECKING:
@@ -35,6 +35,15 @@ class TorchSlabs:
     @property
     def nbytes(self) -> int:
         return self.data.numel()
+
+
+class ShrinkableSlabs(TorchSlabs):
+    """A pool whose end can go back to the device."""
+
+    def __init__(self, buffer: ShrinkableBuffer) -> None:
+        super().__init__(buffer.data)
+        self.piece_bytes = buffer.piece_bytes
+        self.shrink = buffer.shrink
 
 
 class TorchCache:
@@ -112,7 +121,12 @@ class _TorchStorage:
         )
 
     def allocate_pool(self, num_bytes: int) -> SlabPool:
-        return TorchSlabs(self._touched((num_bytes,)))
+        runtime = self._runtime
+        buffer = runtime.shrinkable(num_bytes) if num_bytes and isinstance(runtime, ShrinkableMemory) else None
+        if buffer is None:
+            return TorchSlabs(self._touched((num_bytes,)))
+        buffer.data.zero_()
+        return ShrinkableSlabs(buffer)
 
     def view(self, pool: SlabPool, layout: CacheLayout, block_stride: int, offset: int) -> CacheHandle:
         if not isinstance(pool, TorchSlabs):
