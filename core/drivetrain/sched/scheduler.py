@@ -75,10 +75,12 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next plan, or None when nothing can run before something is committed or arrives."""
         admission.poll_connector(self._state)
+        self._state.settle()
         return build_plan(self._state)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take in the oldest uncommitted plan's result."""
+        self._state.settle()
         outputs = commit_result(self._state, plan, result)
         return self._with_late(outputs) if self._state.late_outputs else outputs
 
@@ -128,11 +130,13 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all named blocks; what rows hold stays valid for them."""
+        self._state.settle()
         self._state.cache.pool.clear_index()
 
     def stats(self) -> SchedulerStats:
         """Return the present figures."""
         state = self._state
+        state.settle()
         return SchedulerStats(
             waiting=len(state.waiting),
             running=state.table.max_rows - state.table.num_free - len(state.remote),
@@ -152,6 +156,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """AssertionError naming the first inconsistency of counters, tables, holders, slabs and index."""
         state = self._state
+        state.settle()
         state.table.check_integrity()
         rows = {row for row, request in enumerate(state.table.requests) if request is not None}
         remote = {request.row for request in state.remote.values()}

@@ -129,7 +129,8 @@ class SchedulerState:
     ``decode_rows``: ``decoding`` as int32 and intp arrays, None when they must be made again; ``departed``: epoch of a
     lost row -> its preempted request; ``departed_plans``: epoch of a lost row -> plans still in flight;
     ``late_outputs``: tokens of preempted requests; ``in_flight``: plan -> requests whose prompts it computes;
-    ``stuck``: nothing waiting could get blocks, and none came free.
+    ``left``: rows of requests that ended, their blocks still held; ``stuck``: nothing waiting could get blocks, and
+    none came free.
     """
 
     config: SchedulerConfig
@@ -151,6 +152,7 @@ class SchedulerState:
     ends: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     ended: list[Finished] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     late_outputs: list[tuple[int, list[int]]] = field(default_factory=list)
     writing: Writing = field(default_factory=Writing)
     in_flight: dict[int, list[int]] = field(default_factory=dict)
@@ -200,8 +202,18 @@ class SchedulerState:
             self.cache.publish(row, chain.digests, begin, upto)
             table.published[row] = upto
 
-    def leave_row(self, row: int) -> Request:
-        """Take the row of a running request away, with its blocks; the next plan tells the runner."""
+    def settle(self) -> None:
+        """Let go of the blocks of rows whose requests ended: the outside hears of an end before that is done."""
+        if not self.left:
+            return
+        for row in self.left:
+            self.cache.close(row)
+        self.left.clear()
+        self.stuck = False
+
+    def leave_row(self, row: int, *, blocks_later: bool = False) -> Request:
+        """Take the row of a running request away, with its blocks; the next plan tells the runner. ``blocks_later``:
+        these go with ``settle``, which comes before anything else is decided."""
         self.prefilling.pop(row, None)
         if self.decoding.pop(row, row) is None:
             self.decode_rows = None
@@ -209,7 +221,10 @@ class SchedulerState:
         request = self.table.stop(row)
         if flights:
             self.departed_plans[request.epoch] = flights
-        self.cache.close(row)
+        if blocks_later:
+            self.left.append(row)
+        else:
+            self.cache.close(row)
         self.stuck = False
         if any(start.row == row for start in self.starts):
             self.starts = [start for start in self.starts if start.row != row]
@@ -252,7 +267,7 @@ class SchedulerState:
             if end.reason != "error":
                 self.publish_confirmed(request.row)
             self._pin(request)
-            self.leave_row(request.row)
+            self.leave_row(request.row, blocks_later=end.reason != "error")
         elif request in self.waiting:
             self.waiting.remove(request)
         self.drop_flights(request)
