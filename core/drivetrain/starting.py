@@ -17,7 +17,8 @@ from drivetrain.models.naming import expected_tensors
 from drivetrain.models.weights.checkpoint import DummyCheckpoint
 from drivetrain.runner.batch import step_limits
 from drivetrain.runner.blame import warm_up_or_name
-from drivetrain.runner.caches import allocate_caches
+from drivetrain.runner.caches import allocate_memory
+from drivetrain.runner.giving import GiveBack
 from drivetrain.runner.memory import MemoryPlan, MemoryRequest, compare, plan_memory
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.sizes import RunnerConfig
@@ -113,9 +114,9 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
         checkpoint.close()
     backend.device.trim()
     caching = time.perf_counter()
-    caches = allocate_caches(backend, decoder, memory.cache)
+    caches = allocate_memory(backend, decoder, memory.cache)
     sizes = runner_sizes(config, described, memory.max_model_len, parts.max_drafts)
-    runner = Runner(backend, decoder, caches, sizes, described.ops, parts.drafter)
+    runner = Runner(backend, decoder, caches.handles, sizes, described.ops, parts.drafter)
     runner.reserve.plan(graphs=memory.graphs, step=0 if measure else memory.step)
     warm = time.perf_counter()
     limits = step_limits(backend.shapes, config.max_num_seqs, config.max_num_batched_tokens)
@@ -124,8 +125,11 @@ def start(config: EngineConfig, described: Described, parts: Parts, *, measure: 
     warmed = warm_up_or_name(runner, limits, described.ops, lambda ops: build(described.spec, ops))
     end = time.perf_counter()
     check = compare(memory, peak_in_use(backend))
+    loop = make_loop(config, described, InlineExecutor(runner), memory, parts)
+    if caches.shrinkable:
+        runner.reserve.giving = GiveBack(runner, caches, loop.scheduler.cache)
     return Opened(
-        loop=make_loop(config, described, InlineExecutor(runner), memory, parts),
+        loop=loop,
         runner=runner,
         memory=memory,
         vocabulary=described.spec.vocabulary,

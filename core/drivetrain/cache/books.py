@@ -1,10 +1,12 @@
-"""What must hold of a pool's books at any time, checked block by block."""
+"""What must hold of the books of a pool and of its manager at any time, checked block by block."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from drivetrain.cache.manager import CacheManager, Held
     from drivetrain.cache.pool import GroupBlocks, Pool
 
 NO_OWNER = -1
@@ -62,3 +64,26 @@ def _check_slabs(pool: Pool) -> None:
         assert held == pool.held_in[slab], f"slab {slab}: {held} held, {pool.held_in[slab]} counted"
         assert held or slab < pool.kept_slabs, f"slab {slab}: retired, but somebody's"
         assert (slab in pool.idle) == (held == 0), f"slab {slab}: idle"
+
+
+def check_tables(manager: CacheManager, others: Sequence[Held]) -> None:
+    """AssertionError naming the first disagreement between tables and holders; ``others`` hold blocks too."""
+    for number, table in enumerate(manager.tables):
+        counted: dict[int, int] = {}
+        size = manager.plan.groups[number].block_tokens
+        for row in range(len(table)):
+            first, end = int(manager.firsts[number, row]), int(manager.ends[number][row])
+            where = f"group {number} row {row}"
+            assert first <= end, f"{where}: first {first} beyond end {end}"
+            assert not table[row, :first].any() and not table[row, end:].any(), f"{where}: stray blocks"
+            recurrent = manager.groups[number] in manager.recurrent
+            assert recurrent or manager.horizon[row] <= end * size, f"{where}: horizon"
+            for block in table[row, first:end].tolist():
+                assert block, f"{where}: a hole"
+                counted[block] = counted.get(block, 0) + 1
+        for held_in, block in others:
+            if held_in == number:
+                counted[block] = counted.get(block, 0) + 1
+        for block, refs in enumerate(manager.pool.groups[number].refs):
+            found = counted.get(block, 0)
+            assert refs == found, f"group {number} block {block}: {refs} holders, {found} found"

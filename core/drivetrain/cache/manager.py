@@ -14,9 +14,10 @@ from itertools import repeat
 
 import numpy as np
 
+from drivetrain.cache.books import check_tables
 from drivetrain.cache.groups import Group, PagedGroup, RecurrentGroup, make_group
 from drivetrain.cache.pool import Pool
-from drivetrain.cache.sizing import CachePlan
+from drivetrain.cache.sizing import CachePlan, bytes_of
 from drivetrain.sched.plan import NO_BLOCKS, BlockCopy
 
 Held = tuple[int, int]  # group, block
@@ -374,9 +375,7 @@ class CacheManager:
     @property
     def kept_bytes(self) -> int:
         """Device bytes of the blocks that are not retired."""
-        if self.plan.shared:
-            return self.pool.kept_slabs * self.plan.slab_bytes
-        return sum(g.limit * p.block_bytes for g, p in zip(self.pool.groups, self.plan.groups, strict=True))
+        return bytes_of(self.plan, [group.limit for group in self.pool.groups])
 
     @property
     def use(self) -> float:
@@ -387,21 +386,4 @@ class CacheManager:
     def check_integrity(self, pinned: Sequence[Held] = ()) -> None:
         """AssertionError naming the first disagreement between tables, holders (``pinned`` ones too), slabs, index."""
         self.pool.check_integrity()
-        for number, table in enumerate(self.tables):
-            counted: dict[int, int] = {}
-            size = self.plan.groups[number].block_tokens
-            for row in range(len(table)):
-                first, end = int(self.firsts[number, row]), int(self.ends[number][row])
-                where = f"group {number} row {row}"
-                assert first <= end, f"{where}: first {first} beyond end {end}"
-                assert not table[row, :first].any() and not table[row, end:].any(), f"{where}: stray blocks"
-                assert self.groups[number] in self.recurrent or self.horizon[row] <= end * size, f"{where}: horizon"
-                for block in table[row, first:end].tolist():
-                    assert block, f"{where}: a hole"
-                    counted[block] = counted.get(block, 0) + 1
-            for held_in, block in [*self._lent, *pinned]:
-                if held_in == number:
-                    counted[block] = counted.get(block, 0) + 1
-            for block, refs in enumerate(self.pool.groups[number].refs):
-                found = counted.get(block, 0)
-                assert refs == found, f"group {number} block {block}: {refs} holders, {found} found"
+        check_tables(self, [*self._lent, *pinned])

@@ -102,6 +102,14 @@ def cut(plan: CachePlan, nbytes: int) -> tuple[int, ...]:
     return tuple(group.num_blocks * nbytes // plan.total_bytes for group in plan.groups)
 
 
+def bytes_of(plan: CachePlan, blocks: Sequence[int]) -> int:
+    """Return the device bytes of so many blocks of each group (see ``cut``)."""
+    if plan.shared:
+        slabs = [count // group.blocks_per_slab for count, group in zip(blocks, plan.groups, strict=True)]
+        return max(slabs, default=0) * plan.slab_bytes
+    return sum(count * group.block_bytes for count, group in zip(blocks, plan.groups, strict=True))
+
+
 def holds_longest(plan: CachePlan, blocks: Sequence[int], max_tokens: int, chunk: int) -> bool:
     """Return whether one sequence of the longest length fits in so many blocks of each group (see ``cut``)."""
     needed = [most_held(group, max_tokens, min(chunk, max_tokens)) for group in plan.groups]

@@ -47,6 +47,7 @@ class InlineExecutor:
             "graphs_measured_bytes": reserve.taken,
             "memory_retries": reserve.retried,
             "memory_least_free_bytes": reserve.least_free,
+            "memory_given_back_bytes": 0 if reserve.giving is None else reserve.giving.given,
         }
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from drivetrain_api.v1 import BlockRecycler, torch_dtype
+from drivetrain.cache.sizing import bytes_of
+from drivetrain_api.v1 import BlockRecycler, Shrinkable, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -17,14 +19,57 @@ if TYPE_CHECKING:
     from drivetrain.runner.forward import GroupPlace
     from drivetrain.runner.staging import Pack
     from drivetrain.sched.plan import StepPlan
-    from drivetrain_api.v1 import Backend, CacheHandle, DeviceRuntime
+    from drivetrain_api.v1 import Backend, CacheHandle, DeviceRuntime, SlabPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMemory:
+    """What holds the blocks. ``handles``: one a layer, None for layers without a cache; ``pool``: what they are views
+    of, None where each has an arena of its own."""
+
+    handles: tuple[CacheHandle | None, ...]
+    pool: SlabPool | None
+
+    @property
+    def shrinkable(self) -> bool:
+        """Whether all of it can give memory of its last blocks back."""
+        parts = self._parts()
+        return bool(parts) and all(isinstance(part, Shrinkable) for part in parts)
+
+    @property
+    def piece_bytes(self) -> int:
+        """What goes back of a pool ends at multiples of this; of arenas it is some of each."""
+        return self.pool.piece_bytes if isinstance(self.pool, Shrinkable) else 1
+
+    def shrink(self, plan: CachePlan, blocks: Sequence[int], places: Iterable[GroupPlace]) -> int:
+        """Give back all but so many blocks of each of the plan's groups; returns the bytes that went back."""
+        if self.pool is not None:
+            assert isinstance(self.pool, Shrinkable), "see shrinkable"
+            return self.pool.shrink(bytes_of(plan, blocks))
+        given = 0
+        for place in places:
+            for layer in place.layers:
+                handle = self.handles[layer]
+                if isinstance(handle, Shrinkable):
+                    given += handle.shrink(blocks[place.plan_group] * handle.layout.bytes_per_block)
+        return given
+
+    def _parts(self) -> list[object]:
+        return [self.pool] if self.pool is not None else [handle for handle in self.handles if handle is not None]
 
 
 def allocate_caches(
     backend: Backend, decoder: Decoder, plan: CachePlan, group_ids: Sequence[int] | None = None
 ) -> tuple[CacheHandle | None, ...]:
-    """Allocate the device memory of every layer's cache: one handle a layer, None for layers without one. What lies
-    in it at first is up to the storage; nothing reads a slot that was not written.
+    """Allocate as ``allocate_memory`` and return the handles."""
+    return allocate_memory(backend, decoder, plan, group_ids).handles
+
+
+def allocate_memory(
+    backend: Backend, decoder: Decoder, plan: CachePlan, group_ids: Sequence[int] | None = None
+) -> CacheMemory:
+    """Allocate the device memory of every layer's cache. What lies in it at first is up to the storage; nothing reads
+    a slot that was not written.
 
     ``plan.shared``: all layers are views of one pool. Otherwise, and for a decoder that holds only some
     layers of the model (``group_ids``: the plan's group of each of its groups), each layer gets an arena of
@@ -41,7 +86,7 @@ def allocate_caches(
                 caches[layer] = backend.storage.view(pool, group.layout, sized.stride, offset)
             else:
                 caches[layer] = backend.storage.allocate(group.layout, sized.num_blocks)
-    return tuple(caches)
+    return CacheMemory(handles=tuple(caches), pool=pool)
 
 
 def recycles(caches: Sequence[CacheHandle | None]) -> bool:

@@ -31,25 +31,34 @@ def capture_plan(runner: Runner, shape: BatchShape) -> StepPlan:
 
 
 def capture_missing(runner: Runner) -> bool:
-    """Capture one bucket that is still missing. Returns whether there was any. Never waits for the device; when a
-    capture fails or would not fit its steps stay eager, and no other is tried."""
+    """Capture one bucket that is still missing, or give memory of the cache back for it. Returns whether there was any.
+    Waits for the device only where memory ran out. When a capture fails, or would not fit whatever the cache can give
+    back, its steps stay eager, and no other is tried."""
     shape, reserve = runner.graphs.missing(), runner.reserve
     if shape is None:
         if not runner.graphs.given_up:
             reserve.tell(runner.graphs.count)
         return False
+    if (reserve.giving is not None and not reserve.giving.settled()) or reserve.given_back(shape.tokens):
+        return True
     if not reserve.fits(shape.tokens):
         runner.graphs.give_up()
         return True
-    ran_out = False
+    ran_out = again = False
     try:
         runner.capture(capture_plan(runner, shape), shape)
     except Exception as error:
-        logger.error("steps of %d tokens could not be captured; they run eagerly", shape.tokens, exc_info=error)
-        runner.graphs.give_up()
         ran_out = reserve.ran_out(error)
+        again = ran_out and reserve.giving is not None and reserve.giving.possible
+        if again:
+            logger.warning("memory: capturing steps of %d tokens ran out of it: %s", shape.tokens, error)
+        else:
+            logger.error("steps of %d tokens could not be captured; they run eagerly", shape.tokens, exc_info=error)
+            runner.graphs.give_up()
     if ran_out:
         reserve.renew()  # what the failed capture held went with its error
+    if again:
+        reserve.fell_short()
     return True
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from drivetrain_api.v1 import ErrorClass, torch_dtype
 
 if TYPE_CHECKING:
+    from drivetrain.runner.giving import GiveBack
     from drivetrain_api.v1 import Backend
 
 MIB = 1 << 20
@@ -26,7 +27,8 @@ class Reserve:
 
     ``planned``: of all graphs. ``taken``: what the device had less after the captures than before them. ``retried``:
     pieces of steps that ran out of memory and were done again. ``least_free``: of the device, of all times when it was
-    looked at (around captures and when memory ran out); -1 before the first.
+    looked at (around captures and when memory ran out); -1 before the first. ``giving``: gives blocks of the cache
+    back for captures that do not fit; None where it can't.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -37,6 +39,7 @@ class Reserve:
         self._captures = 0
         self.planned = self.taken = self.retried = 0
         self.least_free = -1
+        self.giving: GiveBack | None = None
 
     def plan(self, graphs: int, step: int) -> None:
         """Take over what the memory plan says. ``step`` 0: nothing is held ahead."""
@@ -73,7 +76,25 @@ class Reserve:
     def expected(self, tokens: int) -> int:
         """Return the bytes that the next capture may take: as measured on earlier ones, else as planned."""
         own = int(self._memory.graph_estimate(2, tokens).get("bytes", 0))
-        return max(own, self._most if self._captures > 1 else self.planned - self.taken)
+        return max(own, self._most, 0 if self._captures > 1 else self.planned - self.taken)
+
+    def lacking(self, tokens: int) -> int:
+        """Return the bytes that the next capture lacks, the largest step's own and a margin left alone; 0: it fits."""
+        if not self.planned:
+            return 0
+        free = self.free()
+        return max(0, self.expected(tokens) + self._open + MARGIN - free)
+
+    def given_back(self, tokens: int) -> bool:
+        """Whether the cache gives back what the next capture lacks: it is to be looked at again later."""
+        if self.giving is None:
+            return False
+        lacking = self.lacking(tokens)
+        return lacking > 0 and self.giving.ask(lacking)
+
+    def fell_short(self) -> None:
+        """A capture that was thought to fit ran out of memory: it needs more than there is."""
+        self._most = max(self._most, self.free() - self._open + MARGIN)
 
     def fits(self, tokens: int) -> bool:
         """Whether the next capture leaves the largest step what is its own. Says so where it does not."""

@@ -393,5 +393,5 @@ class Runner:
         """Forget what is in flight, release graphs and drop the caches."""
         self._flights.clear()
         self.graphs.close()
-        self.caches = ()
+        self.caches, self.reserve.giving = (), None
         self.passes.close()

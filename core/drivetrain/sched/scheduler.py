@@ -133,6 +133,11 @@ class Scheduler:
         self._state.settle()
         self._state.cache.pool.clear_index()
 
+    @property
+    def cache(self) -> CacheManager:
+        """Who owns the blocks."""
+        return self._state.cache
+
     def stats(self) -> SchedulerStats:
         """Return the present figures."""
         state = self._state

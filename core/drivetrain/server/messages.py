@@ -165,6 +165,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     graphs_measured_bytes: int = 0
     memory_retries: int = 0
     memory_least_free_bytes: int = -1  # not known
+    memory_given_back_bytes: int = 0
 
 
 ToLoop = Launch | Submit | Abort | Stop

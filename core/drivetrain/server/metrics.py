@@ -50,6 +50,9 @@ class Metrics:
         self._least_free = Gauge(
             "loop_memory_least_free_bytes", "Least free device memory seen by the loop; NaN: never looked", **own
         )
+        self._given_back = Gauge(
+            "loop_memory_given_back_bytes", "Device memory that the cache gave back for captured steps", **own
+        )
         for reason in FINISH_REASONS:
             self.finished.labels(reason)
         self.take_stats(Stats())
@@ -69,6 +72,7 @@ class Metrics:
         self._graph_bytes.labels("planned").set(stats.graphs_planned_bytes)
         self._graph_bytes.labels("measured").set(stats.graphs_measured_bytes)
         self._retries.set(stats.memory_retries)
+        self._given_back.set(stats.memory_given_back_bytes)
         least = stats.memory_least_free_bytes
         self._least_free.set(float("nan") if least < 0 else least)
 
