@@ -6,6 +6,7 @@ whose block table is all zeros (the null block) and whose sampling is greedy.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 NON_GREEDY, TOP_K, TOP_P, MIN_P, LOGPROBS, DRAFTS, POOLING, DELTA = (1 << i for i in range(8))
 # What a start sets: computed, temperature, top_p, min_p (bits), top_k, sample, delta, seed low, seed high, last token.
 START_FIELDS = 10
+START = struct.Struct("=i3f3iQi")
 LINE = 128  # words: every part of the tables' words begins where an allocation of its own would
 NO_ROWS = np.zeros(0, np.int32)
 
@@ -95,15 +97,20 @@ class RowTables:
         self._place = place = Words.of(shape)
         neutral = np.zeros(place.size, np.int32)
         neutral[2 * rows : 3 * rows] = np.float32(1.0).view(np.int32)
-        self._words = words = runtime.from_host(neutral)
+        sizes = [rows * width for width in shape.widths]
+        self._offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+        self._memory = self._one_memory(place.size + int(self._offsets[-1]))
+        if self._memory is None:
+            words, flat = runtime.from_host(neutral), runtime.zeros((int(self._offsets[-1]),), self._slot_dtype)
+        else:
+            words, flat = self._memory[: place.size], self._memory[place.size :]
+            words.copy_(runtime.from_host(neutral))
+        self._words, self._flat = words, flat
         self.computed = words[:rows]
         self.floats = words[rows : 4 * rows].view(3, rows).view(torch.float32)  # temperature, top_p, min_p
         self.ints = words[4 * rows : 7 * rows].view(3, rows)  # top_k, sample index, position delta
         self.seeds = words[place.seeds : place.seeds + 2 * rows].view(torch.int64)
         self.last_tokens = words[place.last : place.last + rows * (shape.max_drafts + 1)].view(rows, -1)
-        sizes = [rows * width for width in shape.widths]
-        self._offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
-        self._flat = runtime.zeros((int(self._offsets[-1]),), self._slot_dtype)
         self.tables = tuple(
             self._flat[int(a) : int(a) + size].view(rows, width)
             for a, size, width in zip(self._offsets[:-1], sizes, shape.widths, strict=True)
@@ -117,6 +124,13 @@ class RowTables:
         self.logprobs = np.full(rows, -1, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.pooling: dict[int, str] = {}
+
+    def _one_memory(self, words: int) -> torch.Tensor | None:
+        """Make one tensor for row state and block tables, so that all of a plan's changes are one scatter. None where
+        they differ in type, or changes come in pieces."""
+        if self.shape.chunk or self._slot_dtype != torch.int32:
+            return None
+        return self._runtime.zeros((words,), torch.int32)
 
     def steady_inputs(self, rows: int) -> dict[str, torch.Tensor]:
         """Return, as views of constants, what a step of ``rows`` one-token decode rows feeds beside the rows."""
@@ -193,6 +207,8 @@ class RowTables:
 
         Returns how many pieces ``apply`` has to expect, starts and blocks together.
         """
+        if self._memory is not None:
+            return self._pack_whole(plan, groups, pack)
         count = 0
         if plan.starts:
             rows, values = self._start_columns(plan.starts)
@@ -205,8 +221,29 @@ class RowTables:
                 count += 1
         return count
 
+    def _pack_whole(self, plan: StepPlan, groups: Sequence[int], pack: Pack) -> int:
+        """``pack`` where all is one memory: starts, then blocks, [2, n] of places and values."""
+        parts = []
+        if plan.starts:
+            rows, values = self._start_columns(plan.starts)
+            columns = np.empty((2, *values.shape), np.int32)
+            columns[0], columns[1] = self._place.of_starts(rows), values
+            parts.append(columns.reshape(2, -1))
+        if len(plan.blocks):
+            columns = self._block_columns(plan.blocks, groups)
+            columns[0] += self._place.size
+            parts.append(columns)
+        if parts:
+            pack.add("changes", np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
+        return min(len(parts), 1)
+
     def apply(self, views: dict[str, torch.Tensor]) -> None:
         """Queue what ``pack`` added."""
+        if self._memory is not None:
+            changes = views.get("changes")
+            if changes is not None:
+                self._memory[changes[0]] = changes[1]
+            return
         i = 0
         while (columns := views.get(f"starts{i}")) is not None:
             self._words[columns[0]] = columns[1]
@@ -242,14 +279,17 @@ class RowTables:
     def _start_columns(self, starts: Sequence[RowStart]) -> tuple[np.ndarray, np.ndarray]:
         """Return rows [n] and the values of their fields [START_FIELDS, n]. Of one row's starts the last counts."""
         chosen = list({start.row: start for start in starts}.values()) if len(starts) > 1 else starts
-        columns = np.empty((START_FIELDS, len(chosen)), np.int32)
-        reals = np.array([(s.temperature, s.top_p, s.min_p) for s in chosen], np.float32)
-        seeds = np.array([s.seed & 0xFFFFFFFFFFFFFFFF for s in chosen], "<u8")
-        columns[0] = [s.computed for s in chosen]
-        columns[1:4] = reals.view(np.int32).T
-        columns[4:7] = np.array([(s.top_k, s.sample_index, s.position_delta) for s in chosen], np.int32).T
-        columns[7:9] = seeds.view("<i4").reshape(-1, 2).T
-        columns[9] = [max(s.last_token, 0) for s in chosen]
+        lines = [
+            START.pack(
+                s.computed,
+                *(s.temperature, s.top_p, s.min_p),
+                *(s.top_k, s.sample_index, s.position_delta),
+                s.seed & 0xFFFFFFFFFFFFFFFF,
+                max(s.last_token, 0),
+            )
+            for s in chosen
+        ]
+        columns = np.frombuffer(b"".join(lines), np.int32).reshape(-1, START_FIELDS).T
         return np.array([s.row for s in chosen], np.int32), columns
 
     def _block_columns(self, blocks: np.ndarray, groups: Sequence[int]) -> np.ndarray:
@@ -259,11 +299,16 @@ class RowTables:
             return np.zeros((2, 0), np.int32)
         parts = []
         for table, (group, width) in enumerate(zip(groups, self.shape.widths, strict=True)):
-            mine = blocks[blocks[:, 1] == group]
-            place = self._offsets[table] + mine[:, 0].astype(np.int64) * width + mine[:, 2]
-            parts.append(np.stack((place, mine[:, 3])))
-        columns = np.concatenate(parts, axis=1)
-        if columns.shape[1] > 1:
+            which = blocks[:, 1] == group
+            mine = blocks if which.all() else blocks[which]
+            part = np.empty((2, len(mine)), np.int64)
+            np.multiply(mine[:, 0], width, out=part[0], dtype=np.int64)
+            part[0] += mine[:, 2]
+            part[0] += self._offsets[table]
+            part[1] = mine[:, 3]
+            parts.append(part)
+        columns = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+        if not (columns[0, 1:] > columns[0, :-1]).all():  # else nothing is written twice
             _, first_from_the_end = np.unique(columns[0, ::-1], return_index=True)
             if len(first_from_the_end) < columns.shape[1]:
                 columns = columns[:, columns.shape[1] - 1 - first_from_the_end]

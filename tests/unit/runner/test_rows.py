@@ -127,8 +127,9 @@ def test_the_second_graph_draws_for_greedy_rows_only() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_a_start_sets_every_field_of_its_row_and_of_no_other(chunk: int, drafts: int) -> None:
-    made = tables(max_drafts=drafts, chunk=chunk)
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_a_start_sets_every_field_of_its_row_and_of_no_other(chunk: int, drafts: int, dtype: str) -> None:
+    made = tables(max_drafts=drafts, chunk=chunk, slot_dtype=dtype)
     first = replace(
         GREEDY, row=1, computed=7, temperature=0.5, top_p=0.25, min_p=0.125, top_k=3, sample_index=2,
         position_delta=-4, seed=-(1 << 62) + 5, last_token=9,
@@ -142,3 +143,28 @@ def test_a_start_sets_every_field_of_its_row_and_of_no_other(chunk: int, drafts:
     assert made.ints.tolist() == [[0, 3, 0, 0, 0], [0, 2, 0, 0, 0], [0, -4, 0, 0, 0]]
     assert made.seeds.tolist() == [0, -(1 << 62) + 5, 0, 1 << 40, 0]
     assert made.last_tokens[:, 0].tolist() == [0, 9, 0, 0, 0] and not made.last_tokens[:, 1:].any()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("started", [False, True])
+def test_blocks_come_to_their_places_and_the_last_write_wins(chunk: int, dtype: str, started: bool) -> None:
+    made = tables(slot_dtype=dtype, chunk=chunk, widths=(3, 2))
+    assert {table.dtype for table in made.tables} == {getattr(torch, dtype)}
+    blocks = [(0, 7, 0, 5), (0, 7, 1, 6), (2, 9, 1, 8), (0, 7, 1, 4), (1, 7, 2, 3), (2, 9, 0, 2), (2, 9, 1, 1)]
+    pack = Pack()
+    starts = (replace(GREEDY, row=2, computed=3),) if started else ()
+    made.pack(replace(plan(*starts), blocks=np.array(blocks, np.int32)), (7, 9), pack)
+    made.apply(pack.upload(StagingRing(host().device, 2, 256), host().device))
+    assert made.tables[0].tolist() == [[5, 4, 0], [0, 0, 3], [0] * 3, [0] * 3, [0] * 3]
+    assert made.tables[1].tolist() == [[0, 0], [0, 0], [2, 1], [0, 0], [0, 0]]
+    assert made.computed.tolist() == [0, 0, 3 * started, 0, 0]
+    assert made.floats.tolist() == [[0] * 5, [1] * 5, [0] * 5] and made.ints.eq(0).all()
+
+
+def test_all_changes_of_a_plan_are_one_scatter_where_slots_are_words() -> None:
+    blocks = np.array([(0, 0, 0, 5)], np.int32)
+    for dtype, names in (("int32", ["changes"]), ("int64", ["starts0", "blocks0"])):
+        pack = Pack()
+        tables(slot_dtype=dtype).pack(replace(plan(GREEDY), blocks=blocks), (0,), pack)
+        assert pack.names == names
