@@ -1,6 +1,6 @@
 """Where a decode step's time goes: kernels by name on the device, calls by name on the host.
 
-    python ci/perf/device_profile.py [--device cuda] [--model A] [--rows 1 64 256] [--context 200] [--json FILE]
+    python ci/perf/device_profile.py [--model A] [--rows 1 64 256] [--context 200] [--prompts 4] [--json FILE]
 
 The loop runs in this process. ``device``: microseconds a step that each kernel runs, from torch's profiler, and the
 time in which none does. ``host``: microseconds a step inside the loop's calls; ``poll`` is mostly waiting.
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from drivetrain.config import EngineConfig
 from drivetrain.params import GenerateRequest
 
 STEPS, PROFILED, SHOWN = 60, 12, 24
+PROMPT, STEP_TOKENS = 4096, 8192
 
 
 def timed(owner: Any, name: str, spent: dict[str, float], label: str) -> None:
@@ -79,12 +81,11 @@ def host(engine: Offline, spent: dict[str, float]) -> dict[str, float]:
     return {"step_ms": statistics.median(seconds) * 1e3, **{k: round(v, 1) for k, v in parts.items()}}
 
 
-def device(engine: Offline) -> dict[str, Any]:
-    """Microseconds a step by kernel, busy and in all."""
+def device(work: Callable[[], Any], steps: int) -> dict[str, Any]:
+    """Microseconds a step by kernel, busy and in all, of work that is so many steps."""
     kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds) as found:
-        for _ in range(PROFILED):
-            engine.loop.step()
+        work()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(list)
     spans = []
@@ -98,15 +99,23 @@ def device(engine: Offline) -> dict[str, Any]:
         busy += max(0.0, end - max(begin, last))
         last = max(last, end)
     whole = spans[-1][1] - spans[0][0] if spans else 0.0
-    table = sorted(((sum(v) / PROFILED, len(v) / PROFILED, k) for k, v in kernels.items()), reverse=True)
-    return {"busy_us": busy / PROFILED, "span_us": whole / PROFILED, "kernels": table}
+    table = sorted(((sum(v) / steps, len(v) / steps, k) for k, v in kernels.items()), reverse=True)
+    return {"busy_us": busy / steps, "span_us": whole / steps, "kernels": table}
+
+
+def show(title: str, kernels: dict[str, Any]) -> None:
+    """Print a table of kernels."""
+    print(f"--- {title}\n    device busy {kernels['busy_us']:.0f} us of {kernels['span_us']:.0f}")
+    for us, count, name in kernels["kernels"][:SHOWN]:
+        print(f"    {us:9.1f} us {count:7.1f} x {name}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="A", choices=sorted(MODELS))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 64, 256])
+    parser.add_argument("--prompts", type=int, default=0, help=f"even; profile so many prompts of {PROMPT} tokens too")
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--json", default=None)
     parser.add_argument("--backend-option", action="append", default=[], metavar="KEY=VALUE")
@@ -117,7 +126,7 @@ def main() -> None:
         options = dict(one.split("=", 1) for one in args.backend_option)
         config = EngineConfig(
             model=folder, device=args.device, dtype="bfloat16", load_format="dummy", max_model_len=8192,
-            max_num_seqs=max(args.rows), max_num_batched_tokens=8192, enable_prefix_caching=False,
+            max_num_seqs=max([*args.rows, 16]), max_num_batched_tokens=STEP_TOKENS, enable_prefix_caching=False,
             backend_options=options,
         )  # fmt: skip
         engine = Offline(config, "inline")
@@ -127,14 +136,18 @@ def main() -> None:
         for owner, name in ((loop.scheduler, "schedule"), (loop.scheduler, "commit"), (loop.executor, "forward"),
                             (loop.executor, "sample"), (loop.executor, "poll")):  # fmt: skip
             timed(owner, name, spent, name)
+        if args.prompts:
+            engine.generate(engine.prompts(args.prompts, PROMPT), 1)
+            prompts = engine.prompts(args.prompts, PROMPT)
+            kernels = device(lambda: engine.generate(prompts, 1), args.prompts * PROMPT // STEP_TOKENS)
+            found["prompts"] = {"count": args.prompts, "tokens": PROMPT, "device": kernels}
+            show(f"{args.model}, {args.prompts} prompts of {PROMPT} tokens, a step of {STEP_TOKENS}", kernels)
         for rows in args.rows:
             steady(engine, rows, args.context)
-            times, kernels = host(engine, spent), device(engine)
+            times = host(engine, spent)
+            kernels = device(lambda: [engine.loop.step() for _ in range(PROFILED)], PROFILED)
             found[str(rows)] = {"host": times, "device": kernels}
-            print(f"--- {args.model}, {rows} rows: {times}")
-            print(f"    device busy {kernels['busy_us']:.0f} us of {kernels['span_us']:.0f}")
-            for us, count, name in kernels["kernels"][:SHOWN]:
-                print(f"    {us:9.1f} us {count:7.1f} x {name}")
+            show(f"{args.model}, {rows} rows: {times}", kernels)
             drain(engine)
             if args.json:
                 Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -152,3 +152,30 @@ def test_products_of_few_rows(backend, outs, ins, bias, rows, dtype):
     want = torch.nn.functional.silu(gate.float()).to(kind).double() * up.double()
     got = fused.apply(wide[:, :ins].contiguous(), fused.pack(weight, None))
     torch.testing.assert_close(got.double(), want, rtol=3e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("rows", "outs", "ins"),
+    [(65, 17000, 72), (128, 15360, 1032), (250, 14336, 264), (1000, 8448, 64), (3000, 5632, 520)],
+)
+def test_gated_products_of_many_rows(backend, rows, outs, ins, dtype, kind):
+    device, number = backend.device.device, getattr(torch, dtype)
+    linear = LinearSpec(dtype=dtype, in_features=ins, out_features=2 * outs, bias=False)
+    claim = backend.fuse((linear, GatedActivationSpec(dtype=dtype, size=outs, kind=kind)))
+    if claim is None:
+        pytest.skip("not one op here")
+    fused = claim.provided.implementation
+    weight = (torch.randn(2 * outs, ins, device=device) * ins**-0.5).to(number)
+    wide = torch.randn(rows, ins + 16, device=device).to(number)
+    act = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }[kind]
+    for x in (wide[:, :ins].contiguous(), wide[:, 8 : 8 + ins], wide[:, 3 : 3 + ins]):
+        gate, up = (x.double() @ weight.double().T).to(number).chunk(2, dim=1)
+        want = act(gate.double()).to(number).double() * up.double()
+        got = fused.apply(x, fused.pack(weight, None))
+        torch.testing.assert_close(got.double(), want, rtol=3e-2, atol=2e-2)

@@ -12,6 +12,7 @@ from drivetrain_api.v1 import AddRmsNormSpec, GatedActivationSpec, LinearSpec, P
 from drivetrain_triton.linear import small_gated, small_linear
 from drivetrain_triton.linear_invariant import invariant_linear
 from drivetrain_triton.linear_normed import normed_linear
+from drivetrain_triton.linear_tiles import is_wide
 from drivetrain_triton.norms import Norm
 from drivetrain_triton.target import Target
 
@@ -78,8 +79,18 @@ class GatedLinear(DeviceLinear):
         weight, bias = packed.data
         if 0 < x.shape[0] <= self._most and bias is None:
             return small_gated(x, weight, self._kind, self._target)
+        if bias is None and self._wide_takes(x.shape[0], weight):
+            from drivetrain_triton.linear_wide import wide_gated  # not everywhere: it needs Triton's Gluon
+
+            return wide_gated(x, weight, self._kind, self._target)
         activated: torch.Tensor = self._activate(functional.linear(x, weight, bias))
         return activated
+
+    def _wide_takes(self, rows: int, weight: torch.Tensor) -> bool:
+        outs, inputs = weight.shape[0] // 2, weight.shape[1]
+        target = self._target
+        aligned = weight.data_ptr() % 16 == 0
+        return aligned and is_wide(rows, outs, inputs, target.arch, weight.element_size(), target.multiprocessors)
 
 
 class NormedLinear:

@@ -276,10 +276,12 @@ def prompt_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     hopper.fence_async_shared()
     together()
-    first = (q, out, q_first, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, begin_token, row_end,
-             length, kv_head, q_stride, scale, gl.constexpr(0), HEADS, GROUP, BLOCK_Q, STAGES)  # fmt: skip
-    second = (q, out, q_second, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, begin_token, row_end,
-              length, kv_head, q_stride, scale, gl.constexpr(1), HEADS, GROUP, BLOCK_Q, STAGES)  # fmt: skip
-    copying = (keys, values, table, end, length, kv_head, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tail,
-               KEY_RATIO, VALUE_RATIO, STAGES)  # fmt: skip
-    gl.warp_specialize([(take, first), (take, second), (bring, copying)], [4, 1], [240, 24])
+    # Tuples that are named would turn their constants into numbers of run time.
+    gl.warp_specialize([
+        (take, (q, out, q_first, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, begin_token, row_end,
+                length, kv_head, q_stride, scale, gl.constexpr(0), HEADS, GROUP, BLOCK_Q, STAGES)),
+        (take, (q, out, q_second, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, begin_token, row_end,
+                length, kv_head, q_stride, scale, gl.constexpr(1), HEADS, GROUP, BLOCK_Q, STAGES)),
+        (bring, (keys, values, table, end, length, kv_head, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tail,
+                 KEY_RATIO, VALUE_RATIO, STAGES)),
+    ], [4, 1], [240, 24])  # fmt: skip

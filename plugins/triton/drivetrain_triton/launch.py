@@ -48,7 +48,10 @@ except ImportError:
 
 MOST_THREADS = 32
 # Kernels that take longest to compile (seconds, where others take a fifth of one): they are begun first.
-SLOW = ("prompt_kernel", "prefill_kernel", "token_kernel", "decode_kernel", "_limits", "_scan", "stream_products")
+SLOW = (
+    "prompt_kernel", "prefill_kernel", "token_kernel", "decode_kernel", "_limits", "_scan", "stream_products",
+    "wide_products",
+)  # fmt: skip
 RUNTIME = knobs.runtime
 NOT_CONST = repeat(False)
 UNFILLED = {torch.empty, torch.empty_strided, torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}

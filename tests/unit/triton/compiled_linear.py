@@ -1,6 +1,6 @@
 """Compiles the linears of the table for one chip without a device, and prints a line of JSON for each kernel.
 
-    python -m tests.unit.triton.compiled_linear 90 [normed]
+    python -m tests.unit.triton.compiled_linear 90 [normed | wide]
 
 A process of its own: in the tests' process the same kernels are interpreted.
 """
@@ -62,7 +62,20 @@ def normed_calls(arch):
             yield rows, (outputs, inputs, kind), call
 
 
-def compile_call(call, arch):
+def wide_calls(arch):
+    """(rows, shape, call) of gated products of many rows."""
+    from drivetrain_triton.linear_wide import wide_call  # it needs Triton's Gluon
+
+    target = Target(kind="cuda", arch=arch, multiprocessors=132, shared_bytes=0, overlaps=True)
+    for rows, kind in ((256, "silu"), (1000, "gelu"), (8192, "gelu_tanh")):
+        x, weight, out = (
+            torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+            for shape in ((rows, 1024), (6144, 1024), (rows, 3072))
+        )
+        yield rows, (6144, 1024, kind), wide_call(x, weight, out, kind, target)
+
+
+def compile_call(call, arch, plain=("M",)):
     names, signature, attributes = call.kernel.arg_names, {}, {}
     for index, (name, value) in enumerate(zip(names, call.args, strict=False)):
         tensor = isinstance(value, torch.Tensor)
@@ -70,7 +83,7 @@ def compile_call(call, arch):
         if hasattr(value, "block_shape"):
             signature[name] = f"tensordesc<bf16{value.block_shape},{value.layout!r}>"
             continue
-        if tensor or (name != "M" and value % 16 == 0):
+        if tensor or (name not in plain and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     constants = {name: call.options[name] for name in names[len(call.args) :]}
     signature |= dict.fromkeys(constants, "constexpr")
@@ -82,13 +95,17 @@ def compile_call(call, arch):
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def resources(cubin):
+def said_of(option, cubin):
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return [int(one) for one in re.search(r"REG:(\d+) STACK:(\d+)", text.stdout).groups()]
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin):
+    text = said_of("--dump-resource-usage", cubin)
+    return [int(one) for one in re.search(r"REG:(\d+) STACK:(\d+)", text).groups()]
 
 
 def order(ptx):
@@ -101,7 +118,8 @@ def order(ptx):
 def main():
     arch, seen = int(sys.argv[1]), set()
     calls = ((rows, shape, call_of(rows, shape, arch)) for shape in SHAPES for rows in (1, 2, 8, 64))
-    for rows, shape, call in normed_calls(arch) if sys.argv[2:] else calls:
+    calls = {"normed": normed_calls, "wide": wide_calls}[sys.argv[2]](arch) if sys.argv[2:] else calls
+    for rows, shape, call in calls:
         types = tuple(one.dtype for one in call.args if isinstance(one, torch.Tensor))
         key = (call.kernel.__name__, types, *sorted(call.options.items()))
         if key in seen:
@@ -113,6 +131,9 @@ def main():
         facts = {"kernel": call.kernel.__name__, "shape": shape, "rows": rows, "registers": registers}
         facts |= {"stack": stack, "shared": compiled.metadata.shared, "wgmma": "wgmma.mma_async" in ptx}
         facts |= {"wide": ".v4.b32" in ptx, "copies": "cp.async.bulk.tensor" in ptx}
+        if shape[2] and rows > 64:
+            code = said_of("-sass", compiled.asm["cubin"])
+            facts |= {"products": code.count("HGMMA."), "waits": code.count("WARPGROUP.DEPBAR")}
         print(json.dumps(facts | order(ptx)))
 
 

@@ -189,3 +189,21 @@ def test_a_measurement_overrules(monkeypatch):
     assert linear_tiles.choose(5, 40, 256, 90) is FRAGMENTS
     assert linear_tiles.choose(5, 40, 256, 90, 4) is not FRAGMENTS and linear_tiles.choose(9, 40, 256, 90) != FRAGMENTS
     linear_tiles.choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "outs", "inputs", "wide"),
+    [
+        (256, 14336, 4096, True),  # two rounds of tiles, well filled
+        (8192, 3072, 1024, True),
+        (192, 14336, 4096, False),  # as many tiles as of 256 rows
+        (512, 14336, 4096, False),  # four rounds of which the last is half empty
+        (256, 3072, 1024, False),  # fewer tiles than programs
+        (64, 14336, 4096, False),  # the kernel for few rows
+        (256, 14332, 4096, False),  # results whose rows bulk copies can't reach
+    ],
+)
+def test_tiles_of_many_rows_are_taken_where_they_fill_rounds(rows, outs, inputs, wide):
+    assert linear_tiles.is_wide(rows, outs, inputs, 90, 2, 132) == wide
+    assert not linear_tiles.is_wide(rows, outs, inputs, 80, 2, 132)
+    assert not linear_tiles.is_wide(rows, outs, inputs, 90, 4, 132)

@@ -42,3 +42,13 @@ def test_compiles_within_limits(arch, tmp_path):
         early = 0 < line["first_weight"] < line["wait"]
         assert early if arch >= 90 else line["wait"] == -1, line
         assert line["wgmma"] == line["copies"] == (line["kernel"] == "stream_products"), line
+
+
+def test_gated_products_of_many_rows_compile_within_limits(tmp_path):
+    lines = compiled(90, tmp_path, "wide")
+    assert [line["shape"][2] for line in lines] == ["silu", "gelu", "gelu_tanh"]
+    for line in lines:
+        assert line["stack"] == 0 and line["shared"] <= SHARED[90] and line["copies"], line
+        assert 0 < line["first_weight"] < line["wait"], line
+        # A step's products are waited for one step later: four products a step, by two groups of warps.
+        assert line["products"] == 8 and line["waits"] == 4, line
