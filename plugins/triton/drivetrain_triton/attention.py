@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,9 @@ from drivetrain_api.v1 import AttentionBatch, AttentionSpec, AttentionTraits, Ca
 
 from .attention_choice import (
     MAX_SPLITS,
+    Stream,
     Tiles,
+    decode_stream,
     decode_tiles,
     padded,
     power_of_two,
@@ -20,6 +22,7 @@ from .attention_choice import (
     refusal,
     shares_at_once,
     splits_of,
+    streamable,
 )
 from .attention_decode import decode_kernel, merge_kernel
 from .attention_prefill import prefill_kernel
@@ -31,7 +34,7 @@ MERGED_AT_ONCE = 16  # a merge of few shares need not hold room for all 64
 
 PROGRAMS = 2  # prefill programs wanted a multiprocessor
 SHORT, SHORT_PROGRAMS = 64, 8  # of captured rows with so few queries times heads, so many
-STREAM_ARCH, STREAM_WIDTH, STREAM_ROWS = 90, 128, 128  # what ``attention_stream`` is made for
+STREAM_ROWS = 128  # query rows that ``attention_stream`` is made for
 
 WORKSPACE = 32 << 20  # parts of split rows, and what arrives of them
 
@@ -79,6 +82,7 @@ class TritonAttention:
     decode_tiles: Tiles | None = None  # instead of the table's, to measure
     prefill_tiles: Tiles | None = None
     streamed = True  # long prompts by bulk copies where these can bring the cache; False only to measure
+    decode_streamed = False  # decode rows too; until measured
 
     def __init__(self, spec: AttentionSpec, target: Target) -> None:
         self.spec, self.target = spec, target
@@ -86,7 +90,7 @@ class TritonAttention:
         self.early = target.overlaps  # decode programs read lengths and tables before they wait
         self._arrivals: torch.Tensor | None = None
         self._cap = 1.0 if spec.soft_cap is None else spec.soft_cap
-        self._streams = streamable(spec, target)
+        self._streams = streamable(spec, target) and self._group <= STREAM_ROWS
         self._boxes = WeakKeyDictionary[Any, tuple[Any, Any] | None]()  # by cache: a description holds its memory
         self._sizes: dict[str, Any] = {
             "D": spec.head_dim,
@@ -164,6 +168,8 @@ class TritonAttention:
         """Cut rows until ``programs_wanted`` run. Rows beyond the tokens are padded ones without a token."""
         programs, wanted = rows * self.spec.num_kv_heads, self.programs_wanted * self.target.multiprocessors
         tiles = self.decode_tiles or decode_tiles(self.spec, self.target, programs, alone)
+        if alone and self.decode_streamed and tiles.stream is None:
+            tiles = replace(tiles, stream=decode_stream(self.spec, self.target, programs))
         splits = splits_of(programs, wanted, self._most(batch, tiles, 1))
         arrivals = self._counters(programs, batch.lengths_dev.device) if splits > 1 else None
         return self._part(batch, 0, rows, 0, rows, tiles, splits, arrivals)
@@ -258,6 +264,10 @@ class TritonAttention:
         keys, values = cache.parts  # type: ignore[attr-defined]
         spec, part, tiles = self.spec, plan.decode, plan.decode.tiles
         out = x.new_empty((x.shape[0], spec.num_heads, spec.v_head_dim))
+        boxes = self._described(cache) if tiles.stream is not None and sinks is None else None
+        if boxes is not None and tiles.stream is not None:
+            self._stream_whole(tiles.stream, out, x, weight, (cos, sin), cache, boxes, plan, turn)
+            return out
         token_kernel[(spec.num_kv_heads, part.rows, part.splits)](
             out, *shares_of(part, out), x, x if weight is None else weight, cos, sin, keys, values, plan.slots,
             part.lengths, part.tables, x if sinks is None else sinks, part.tables.stride(0), part.tables.shape[1],
@@ -301,6 +311,31 @@ class TritonAttention:
             self._boxes[cache] = (stream.boxes(keys), stream.boxes(values)) if able else None
         return self._boxes[cache]
 
+    def _stream_whole(
+        self,
+        stream: Stream,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: CacheHandle,
+        boxes: tuple[Any, Any],
+        plan: Plan,
+        turn: tuple[float, dict[str, Any]],
+    ) -> None:
+        from .attention_token_stream import token_stream_kernel
+
+        part = plan.decode
+        assert part is not None
+        ratios = [box.base.stride(0) // box.base.stride(1) for box in boxes]
+        token_stream_kernel[(self.spec.num_kv_heads, part.rows, part.splits)](
+            out, *shares_of(part, out), x, x if weight is None else weight, *angles, *boxes, *cache.parts, plan.slots,  # type: ignore[attr-defined]
+            part.lengths, part.tables, part.tables.stride(0), x.stride(0), self.spec.scale, turn[0],
+            HEADS=self.spec.num_heads, GROUP=self._group, **turn[1], KEY_RATIO=ratios[0], VALUE_RATIO=ratios[1],
+            DIRECT=part.splits == 1, TOKENS=stream.tokens, STAGES=stream.stages, LEAST=stream.least, EARLY=self.early,
+            OVERLAPS=self.target.overlaps, num_warps=stream.warps, **self.target.options,
+        )  # fmt: skip
+
     def _stream(self, part: Part, out: torch.Tensor, q: torch.Tensor, boxes: tuple[Any, Any], count: int) -> None:
         from .attention_stream import prompt_kernel
 
@@ -324,14 +359,6 @@ class TritonAttention:
 def shares_of(part: Part, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return where shares of rows meet; any tensor where there is one a row."""
     return (out, out, out) if part.splits == 1 else (part.partial, part.lse, part.arrivals)
-
-
-def streamable(spec: AttentionSpec, target: Target) -> bool:
-    """Whether the kernel of bulk copies serves a spec: plain causal attention with heads of 128."""
-    plain = spec.causal and spec.window is None and spec.soft_cap is None and spec.dtype in ("bfloat16", "float16")
-    sizes = spec.head_dim == spec.v_head_dim == STREAM_WIDTH and spec.num_heads // spec.num_kv_heads <= STREAM_ROWS
-    same = all(part.dtype == spec.dtype for part in spec.layout.spec.parts)
-    return target.arch == STREAM_ARCH and plain and sizes and same
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:

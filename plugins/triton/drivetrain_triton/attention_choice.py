@@ -16,12 +16,32 @@ WAVES = 8  # beyond so many decode programs a multiprocessor, small ones
 FP8, FP8_ARCH = "float8_e4m3fn", 89
 
 
+STREAM_ARCH, STREAM_WIDTH, STREAM_BLOCK, STREAM_GROUP = 90, 128, 16, 8  # what ``attention_token_stream`` is made for
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A decode program to which bulk copies bring keys and values: ``tokens`` a warp in each of ``stages``; a share of
+    a row has ``least`` stages or more."""
+
+    tokens: int
+    warps: int
+    stages: int
+    least: int = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """What a program takes: the ring, the queries, and what says that copies have come."""
+        return 2 * self.stages * self.warps * self.tokens * STREAM_WIDTH * 2 + 16 * STREAM_WIDTH * 2 + 16 * self.stages
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """BLOCK_M rows of queries (prefill), BLOCK_N keys, warps a program and stages of its pipeline.
 
     ``ahead``: a decode program that makes its own queries asks for its first tile of keys and values before that, and
     goes on so, in registers and without stages.
+    ``stream``: where bulk copies can bring the cache, they do, to such programs.
     """
 
     block_m: int
@@ -29,6 +49,7 @@ class Tiles:
     warps: int
     stages: int
     ahead: bool = False
+    stream: Stream | None = None
 
 
 def power_of_two(n: int) -> int:
@@ -61,6 +82,25 @@ def decode_tiles(spec: AttentionSpec, target: Target, programs: int, alone: bool
         return fitted(Tiles(block_m, 16, 1, 3, ahead=True), spec, target)
     warps = 4 if programs * FEW <= target.multiprocessors else 2
     return fitted(Tiles(block_m, 32, warps, 3, ahead=True), spec, target)
+
+
+def streamable(spec: AttentionSpec, target: Target) -> bool:
+    """Whether kernels of bulk copies serve a spec: plain causal attention with heads of 128."""
+    plain = spec.causal and spec.window is None and spec.soft_cap is None and spec.dtype in ("bfloat16", "float16")
+    same = all(part.dtype == spec.dtype for part in spec.layout.spec.parts)
+    return target.arch == STREAM_ARCH and plain and spec.head_dim == spec.v_head_dim == STREAM_WIDTH and same
+
+
+def decode_stream(spec: AttentionSpec, target: Target, programs: int) -> Stream | None:
+    """How bulk copies serve decode rows without prompts beside, by how many ``programs`` there are, one a row and KV
+    head. Many: one warp a program, several programs a multiprocessor, so that nothing waits for other warps. Few: a
+    row's keys spread over a program's warps, and over programs only beyond what one can have in flight."""
+    blocks, group = spec.layout.block_tokens, spec.num_heads // spec.num_kv_heads
+    if not streamable(spec, target) or blocks != STREAM_BLOCK or group > STREAM_GROUP or spec.sinks:
+        return None
+    if programs * 2 > target.multiprocessors * 3:
+        return Stream(16, 1, 3)
+    return Stream(16, 4, 4, 4) if programs <= target.multiprocessors else Stream(16, 4, 2, 2)
 
 
 def prefill_tiles(spec: AttentionSpec, target: Target, max_query_len: int) -> Tiles:
