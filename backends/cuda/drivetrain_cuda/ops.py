@@ -33,7 +33,7 @@ INVARIANT = OpTraits(batch_invariant=True, graph="any")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Providers:
-    """Answers ``Backend.provide`` and ``Backend.fuse``. ``deterministic``: a row's bits must not depend on the batch."""
+    """Answers ``Backend.provide`` and ``Backend.fuse``. ``deterministic``: a row's bits must be its own in any batch."""
 
     target: Target
     deterministic: bool = False

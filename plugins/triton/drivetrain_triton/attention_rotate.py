@@ -11,6 +11,7 @@ from drivetrain_api.v1 import AttentionSpec, CacheHandle, Fused, OpSpec, OpTrait
 
 from .attention import Plan, TritonAttention, cache_strides
 from .attention_choice import power_of_two, refusal
+from .attention_invariant import InvariantAttention
 from .attention_write import rotate_kernel
 from .target import Target
 
@@ -26,8 +27,17 @@ class RotateAndWrite:
 
     late = True  # decode kernels read lengths and tables before they wait; False only to measure
 
-    def __init__(self, norm: RmsNormSpec | None, rope: RopeSpec, attention: AttentionSpec, target: Target) -> None:
-        self._target, self._attention = target, attention
+    def __init__(
+        self,
+        norm: RmsNormSpec | None,
+        rope: RopeSpec,
+        attention: AttentionSpec,
+        target: Target,
+        *,
+        invariant: bool = False,
+    ) -> None:
+        """``invariant``: heads are shared out alike for any T, as what a norm's sum is made of hangs on it."""
+        self._target, self._attention, self._invariant = target, attention, invariant
         half = rope.rotary_dim // 2
         rest = rope.head_dim - 2 * half
         halves = rope.style == "halves"
@@ -66,7 +76,7 @@ class RotateAndWrite:
         if not tokens:
             return q
         keys, values = cache.parts  # type: ignore[attr-defined]
-        block_h, warps = (4, 1) if tokens <= FEW_TOKENS else (16, 4)
+        block_h, warps = (4, 1) if tokens <= FEW_TOKENS or self._invariant else (16, 4)
         rotate_kernel[(-(-heads // block_h) * tokens,)](
             q, x, q if weight is None else weight, cos, sin, keys, values, plan.slots, x.stride(0), keys.stride(0),
             values.stride(0), self._eps, **cache_strides(keys, values), **self._fixed, BLOCK_H=block_h,
@@ -79,14 +89,22 @@ class RotateAndAttend:
     """``fn(x [T, H + 2 KV, D], weight [H + KV, D] or None, cos, sin, cache, plan, sinks) -> out [T, H, D]``.
 
     As ``RotateAndWrite``, then attention.paged's forward of its q. Decode rows take one kernel, where no others are in
-    the step; ``plan`` is that of a ``TritonAttention`` of the same spec.
+    the step and a row's bits may hang on that; ``plan`` is that of an attention of the same spec and class.
     """
 
     whole = True  # False only to measure
 
-    def __init__(self, norm: RmsNormSpec | None, rope: RopeSpec, attention: AttentionSpec, target: Target) -> None:
-        self.write = RotateAndWrite(norm, rope, attention, target)
-        self.attention = TritonAttention(attention, target)
+    def __init__(
+        self,
+        norm: RmsNormSpec | None,
+        rope: RopeSpec,
+        attention: AttentionSpec,
+        target: Target,
+        *,
+        invariant: bool = False,
+    ) -> None:
+        self.write = RotateAndWrite(norm, rope, attention, target, invariant=invariant)
+        self.attention = (InvariantAttention if invariant else TritonAttention)(attention, target)
         constants: dict[str, Any] = {
             "HALF": rope.rotary_dim // 2,
             "HALVES": rope.style == "halves",
@@ -114,8 +132,11 @@ class RotateAndAttend:
         return self.attention.forward(self.write(x, weight, cos, sin, cache, plan), cache, plan, sinks)
 
 
-def fuse_rotate(specs: Sequence[OpSpec], target: Target) -> Fused | None:
-    """Claim [norm.rms, rope.apply, attention.paged] or [rope.apply, attention.paged] where kernels here do all."""
+def fuse_rotate(specs: Sequence[OpSpec], target: Target, *, invariant: bool = False) -> Fused | None:
+    """Claim [norm.rms, rope.apply, attention.paged] or [rope.apply, attention.paged] where kernels here do all.
+
+    ``invariant``: a row's bits must not depend on the batch.
+    """
     norm = specs[0] if specs and isinstance(specs[0], RmsNormSpec) else None
     rest = list(specs[1 if norm else 0 :][:2])
     if len(rest) < 2 or not isinstance(rest[0], RopeSpec) or not isinstance(rest[1], AttentionSpec):
@@ -127,8 +148,8 @@ def fuse_rotate(specs: Sequence[OpSpec], target: Target) -> Fused | None:
         return None
     if rope.dtype != attention.dtype or rope.rotary_dim % 2 or refusal(attention, target):
         return None
-    made = RotateAndAttend(norm, rope, attention, target)
-    label = "shared: Triton, one kernel for decode rows, else two"
-    return Fused(
-        count=3 if norm else 2, provided=Provided(implementation=made, label=label, traits=OpTraits(graph="any"))
-    )
+    made = RotateAndAttend(norm, rope, attention, target, invariant=invariant)
+    ways = "batch-invariant, a kernel before attention's" if invariant else "one kernel for decode rows, else two"
+    traits = OpTraits(batch_invariant=invariant, graph="any")
+    provided = Provided(implementation=made, label=f"shared: Triton, {ways}", traits=traits)
+    return Fused(count=3 if norm else 2, provided=provided)
