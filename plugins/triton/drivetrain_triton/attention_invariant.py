@@ -223,7 +223,7 @@ def invariant_tiles(spec: AttentionSpec, target: Target) -> Tiles:
     """Tiles of every kind of row: by the spec alone."""
     wide = max(padded(spec.head_dim), padded(spec.v_head_dim)) > 128
     if spec.dtype == "float32":
-        return fitted(Tiles(16, 32, 4, 2), spec, target)
+        return fitted(Tiles(16, 16 if wide else 32, 4, 2), spec, target)
     if target.arch < 90:  # operands take registers
         return fitted(Tiles(64, 32, 8 if wide else 4, 2), spec, target)
     return fitted(Tiles(64, 32 if wide else 64, 4, 3), spec, target)
