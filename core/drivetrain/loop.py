@@ -63,8 +63,7 @@ class Loop:
 
     def step(self) -> tuple[StepOutputs, ...]:
         """Fill the pipeline, then commit the oldest result. Returns what the outside must hear, in order."""
-        while len(self._flights) < self.depth and (plan := self.scheduler.schedule()) is not None:
-            self._submit(plan)
+        self.fill()
         outputs = self.scheduler.take_events()
         if self._flights:
             self._sample_late()
@@ -74,6 +73,15 @@ class Loop:
                 self._work_off()
                 self._rested_at = time.perf_counter() + REST_SECONDS
         return outputs
+
+    def fill(self) -> None:
+        """Let the device have as many plans as may be in flight; ``step`` begins with it."""
+        while len(self._flights) < self.depth and (plan := self.scheduler.schedule()) is not None:
+            self._submit(plan)
+
+    def settle(self) -> None:
+        """Tidy up after requests that ended; called once their ends are told."""
+        self.scheduler.settle()
 
     def rest(self) -> float:
         """Called when there is no work. Without work for ``REST_SECONDS``, one piece of what was put off is done: soon

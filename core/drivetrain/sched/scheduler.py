@@ -96,6 +96,10 @@ class Scheduler:
             logprobs=outputs.logprobs,
         )
 
+    def settle(self) -> None:
+        """Let go of the blocks of requests that ended. Whatever needs them does so itself; it may be called before."""
+        self._state.settle()
+
     def late_input(self, plan: StepPlan) -> LateInput | None:
         """Return the masks that a plan's late rows wait for, or None while an earlier token of theirs is unknown.
 

@@ -29,6 +29,7 @@ class Channel(Generic[Out, In]):
 
     def __init__(self, socket: zmq.Socket[bytes], incoming: UnionType) -> None:
         self._socket = socket
+        self._patience = -1  # milliseconds that the socket waits for a message, as it was told last
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(incoming)
 
@@ -42,10 +43,12 @@ class Channel(Generic[Out, In]):
 
     def receive(self, timeout: float) -> In | None:
         """Return the next message, or None after ``timeout`` seconds. ChannelError when it is no message."""
-        if timeout > 0 and not self._socket.poll(int(timeout * 1000)):
-            return None
+        patience = int(timeout * 1000)
+        if patience > 0 and patience != self._patience:
+            self._socket.setsockopt(zmq.RCVTIMEO, patience)
+            self._patience = patience
         try:
-            frame = self._socket.recv(zmq.NOBLOCK)
+            frame = self._socket.recv(0 if patience > 0 else zmq.NOBLOCK)
         except zmq.Again:
             return None
         try:

@@ -7,6 +7,7 @@ A request that fails ends alone. An exception out of a step ends the process, wh
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import math
@@ -85,6 +86,8 @@ class Driver:
         self._was_busy = True
         self._stopped = False
         self._rest: Callable[[], float] = getattr(loop, "rest", lambda: math.inf)
+        self._fill: Callable[[], None] = getattr(loop, "fill", lambda: None)
+        self._settle: Callable[[], None] = getattr(loop, "settle", lambda: None)
 
     def run(self) -> None:
         """Serve. Returns when told to stop; an exception out of a step passes through."""
@@ -114,6 +117,7 @@ class Driver:
             self._handle(message)
             message = self._channel.receive(0.0)
         if self._accepted:
+            self._fill()  # the device works while this is told
             self._channel.send(Accepted(tuple(self._accepted)))
             self._accepted.clear()
 
@@ -153,6 +157,7 @@ class Driver:
             told = True
             if len(outputs.request_ids) or outputs.started or outputs.finished:
                 self._channel.send(pack_outputs(outputs))
+        self._settle()
         if not told and not getattr(self._loop, "in_flight", 0):
             time.sleep(NAP_SECONDS)  # all requests wait for something remote
 
@@ -227,6 +232,7 @@ def serve(channel: Channel[FromLoop, ToLoop], parent: int, ready: threading.Even
     )
     if ready is not None:
         ready.set()
+    gc.freeze()  # what a start has made stays: a collection that looked through it would hold a step up
     Driver(opened.loop, channel, launch.beat_seconds, parent).run()
     opened.loop.close()
     return 0

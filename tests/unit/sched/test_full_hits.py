@@ -121,3 +121,28 @@ def test_a_block_that_a_plan_in_flight_writes_is_not_written_by_another() -> Non
     (start,) = [start for start in scheduler.schedule().starts if start.request_id == 2]
     assert start.computed == 0
     scheduler.check_integrity()
+
+
+def test_an_end_is_told_before_its_blocks_are_let_go_of() -> None:
+    loop, _ = setup(1, **PLAIN)
+    loop.submit(ask(0, prompt(64), 1, eos_ids=()))
+    while loop.has_work():
+        loop.step()
+    cache = loop.scheduler._state.cache
+    assert cache.num_held > 0
+    loop.settle()
+    assert cache.num_held == 0
+    loop.submit(ask(1, prompt(64, 1), 1, eos_ids=()))
+    run(loop)
+    assert loop.stats().cache_used == 0, "whoever looks finds it done"
+
+
+def test_a_prompt_that_waits_for_the_blocks_of_one_that_ended_gets_them() -> None:
+    loop, runner = setup(1, **PLAIN | {"budget": 32 << 10})
+    prompts = [prompt(64, number) for number in range(3)]
+    for number, one in enumerate(prompts):
+        loop.submit(ask(number, one, 2, eos_ids=()))
+    got = run(loop)
+    assert [got[n][0] for n in range(3)] == [expected(one, 2, ends=())[0] for one in prompts]
+    rows = [{start.row for start in plan.starts} for plan in runner.plans if plan.starts]
+    assert len(rows) == 3, "one at a time: there is no room for two"

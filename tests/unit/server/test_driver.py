@@ -6,11 +6,14 @@ import math
 import os
 from types import SimpleNamespace
 
+import numpy as np
+
 from drivetrain.config import EngineConfig
 from drivetrain.errors import DrivetrainError
+from drivetrain.params import GenerateRequest, SamplingParams, StepOutputs
 from drivetrain.server import loop_process
 from drivetrain.server.loop_process import Driver, serve
-from drivetrain.server.messages import PROTOCOL, Launch, LoopError, Stop
+from drivetrain.server.messages import PROTOCOL, Launch, LoopError, Stats, Stop, submit_of
 
 BEAT = 0.25
 WAITS: dict[int, float] = {}  # what ``rest`` answers with so many pieces left; 0 for others
@@ -73,6 +76,39 @@ def test_it_sleeps_on_the_socket_until_a_piece_is_due(monkeypatch) -> None:
     monkeypatch.setitem(WAITS, 1, BEAT / 4)
     monkeypatch.setitem(WAITS, 0, 9 * BEAT)
     assert drive(Idling(steps=0, pieces=2, looks=3)) == ["rest", BEAT / 4, "rest", BEAT, "rest", BEAT]
+
+
+class Serving(Told):
+    """Takes one request, has its token after one step, and writes down all that it is asked and all that is told."""
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.steps = 1
+
+    def fill(self) -> None:
+        self.log.append("fill")
+
+    def settle(self) -> None:
+        self.log.append("settle")
+
+    def step(self) -> tuple:
+        super().step()
+        token = np.ones(1, np.int32)
+        return (StepOutputs(request_ids=np.zeros(1, np.int64), counts=token, tokens=token),)
+
+    def receive(self, timeout: float) -> object:
+        self.looks -= 1
+        request = GenerateRequest(
+            request_id=0, prompt_ids=np.ones(1, np.int32), sampling=SamplingParams(), max_tokens=1, seed=0
+        )
+        return {2: submit_of(request), 0: Stop()}.get(self.looks)
+
+    def send(self, message: object) -> None:
+        if not isinstance(message, Stats):
+            self.log.append(type(message).__name__)
+
+
+def test_the_device_begins_before_a_request_is_told_of_and_blocks_go_after_its_end_is() -> None:
+    assert drive(Serving(steps=0, pieces=0, looks=3)) == ["fill", "Accepted", "step", "Outputs", "settle"]
 
 
 def test_a_loop_that_puts_nothing_off_needs_no_such_call() -> None:
