@@ -13,6 +13,7 @@ from drivetrain_api.v1 import (
     Fused,
     GatedActivationSpec,
     LinearSpec,
+    LogprobsSpec,
     OpSpec,
     OpTraits,
     Provided,
@@ -20,6 +21,7 @@ from drivetrain_api.v1 import (
 from drivetrain_triton.attention import provide_attention
 from drivetrain_triton.attention_invariant import provide_invariant
 from drivetrain_triton.attention_rotate import fuse_rotate
+from drivetrain_triton.logprobs import InvariantLogprobs
 from drivetrain_triton.providers import provide_small
 from drivetrain_triton.target import Target
 
@@ -33,7 +35,7 @@ INVARIANT = OpTraits(batch_invariant=True, graph="any")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Providers:
-    """Answers ``Backend.provide`` and ``Backend.fuse``. ``deterministic``: a row's bits must be its own in any batch."""
+    """Answers ``Backend.provide`` and ``Backend.fuse``. ``deterministic``: a row's bits must be its own."""
 
     target: Target
     deterministic: bool = False
@@ -44,6 +46,9 @@ class Providers:
             return (provide_invariant if self.deterministic else provide_attention)(spec, self.target)
         if isinstance(spec, LinearSpec):
             return self._linear(spec)
+        if isinstance(spec, LogprobsSpec) and self.deterministic:
+            made = InvariantLogprobs(spec, self.target)
+            return Provided(implementation=made, label="shared: Triton sums, torch sorts", traits=INVARIANT)
         return provide_small(spec, self.target)
 
     def _linear(self, spec: LinearSpec) -> Provided | Decline:

@@ -212,6 +212,24 @@ def test_many_rows_behind_a_norm_take_its_own_kernel_and_the_product_alone(monke
         assert made.apply(x[:2], None, scale, made.pack(weight, torch.randn(96)))[0].shape == (2, 96)
 
 
+def test_deterministic_ops_all_say_that_a_rows_bits_are_its_own():
+    from drivetrain_cuda.ops import Providers
+
+    given = Providers(target=SM90, deterministic=True)
+    norm, gated = (
+        AddRmsNormSpec(dtype="bfloat16", size=64, eps=1e-6),
+        GatedActivationSpec(dtype="bfloat16", size=48, kind="silu"),
+    )
+    for spec in (linear(), linear(bias=True, role="lm_head"), norm, gated, LogprobsSpec(dtype="float32", vocabulary=9)):
+        answer = given.provide(spec)
+        assert answer.traits.batch_invariant and answer.traits.graph == "any", spec
+    assert "batch-invariant" in given.provide(linear()).label
+    assert not providers().provide(linear()).traits.batch_invariant
+    for run in ((linear(), gated), (norm, linear()), (norm, linear(), gated)):
+        assert given.fuse(run) is None and providers().fuse(run) is not None, run
+    assert "int4" in given.provide(linear(quant=QuantSpec(scheme="int4", bits=4))).reason
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_many_rows_take_the_library_and_bytes_are_exact(bias, tied):

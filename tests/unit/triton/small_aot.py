@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from drivetrain_triton import activations, draws, embedding, filters, norms, prepare, rope
+from drivetrain_triton import activations, draws, embedding, filters, logprobs, norms, prepare, rope
 
 BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 SIZE, VOCABULARY = 4096, 128256
@@ -83,6 +83,8 @@ def draw_kernels():
     signature = {"keys": I32, "temperature": F32, "top_k": I32, "top_p": F32, "limits": I32}
     settings = {"V": VOCABULARY, "ANY_K": True, "ANY_P": True, "TILE": filters.TILE}
     yield "limits", filters._limits, signature, settings, filters.WARPS
+    settings = {"V": VOCABULARY, "TILE": logprobs.TILE}
+    yield "log_softmax", logprobs._log_softmax, {"logits": F32, "out": F32, "stride": "i32"}, settings, logprobs.WARPS
 
 
 def usage(cubin):

@@ -13,7 +13,16 @@ import torch
 from drivetrain.ops.cases import attention as cases
 from drivetrain.ops.cases.source import Source
 from drivetrain.ops.reference import REFERENCE, Place
-from drivetrain_api.v1 import AttentionSpec, Decline, Provided, RmsNormSpec, RopeSpec, torch_runtime, torch_storage
+from drivetrain_api.v1 import (
+    AttentionSpec,
+    Decline,
+    LogprobsSpec,
+    Provided,
+    RmsNormSpec,
+    RopeSpec,
+    torch_runtime,
+    torch_storage,
+)
 from drivetrain_triton.target import INTERPRETER, Target
 from tests.unit.ops.invariance import SHAPES, Sequence, check_attention, check_rows
 from tests.unit.ops.judges import check
@@ -22,7 +31,7 @@ from tests.unit.triton.interpreted import interpreted
 
 with interpreted():
     from drivetrain_triton import attention_invariant as attention
-    from drivetrain_triton import attention_rotate, linear_invariant
+    from drivetrain_triton import attention_rotate, linear_invariant, logprobs
     from drivetrain_triton.providers import provide_small
 
 RUNTIME = torch_runtime("cpu")
@@ -239,3 +248,20 @@ def test_what_is_declined():
     spec = cases.make_spec(place(), cases.Shape(heads=2, kv_heads=1, head_dim=16, v_head_dim=16), "bfloat16")
     answer = attention.provide_invariant(replace(spec, latent=True), INTERPRETER)
     assert isinstance(answer, Decline) and "latent" in answer.reason and isinstance(spec, AttentionSpec)
+
+
+@pytest.mark.parametrize("vocabulary", [1003, 9000])
+def test_logprobs_agree_and_keep_their_bits(vocabulary):
+    spec = LogprobsSpec(dtype="float32", vocabulary=vocabulary)
+    made, reference = logprobs.InvariantLogprobs(spec, INTERPRETER), REFERENCE[spec.op]
+    source = Source("float32", 3)
+    logits, tokens = source.normal(17, vocabulary, scale=4.0), source.integers(0, vocabulary, 17)
+    logits[3, 5:] = float("-inf")
+    logits[:, 7] = logits[:, 6]
+    got, want = made(logits, tokens, 4), reference.make(spec)(logits, tokens, 4)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for index in (torch.tensor([3]), torch.tensor([16, 0, 3]), torch.arange(17).flip(0)):
+        for one, other in zip(made(logits[index], tokens[index], 4), got, strict=True):
+            assert torch.equal(one, other[index])
