@@ -134,6 +134,7 @@ class Fleet:
                 break
             self.step()
             self.settle()
+        self.loop.settle()
         self.settle()
         assert not self.retiring, "blocks that nobody holds were not given back"
         self.loop.check_integrity()
