@@ -94,7 +94,10 @@ def sum_range(
 
 
 @kernel
-@triton.jit(do_not_specialize=["rows", "tiles", "most", "taken", "table_stride"])
+@triton.jit(
+    do_not_specialize=["rows", "tiles", "most", "taken", "table_stride"],
+    do_not_specialize_on_alignment=["query_start", "lengths", "tables"],
+)
 def invariant_kernel(
     out, sums, marks, q, keys, values, query_start, lengths, tables, sinks, rows, tiles, most, taken, table_stride,
     q_stride, key_stride, value_stride, scale, cap,
@@ -182,7 +185,7 @@ def row_of_token(query_start, token, rows):
 
 
 @kernel
-@triton.jit(do_not_specialize=["rows", "most"])
+@triton.jit(do_not_specialize=["rows", "most"], do_not_specialize_on_alignment=["query_start", "lengths"])
 def join_kernel(
     out, sums, marks, query_start, lengths, sinks, rows, most, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
