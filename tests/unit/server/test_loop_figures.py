@@ -16,6 +16,7 @@ FIGURES = {
     "graphs_measured_bytes": 470,
     "memory_retries": 2,
     "memory_least_free_bytes": 77,
+    "memory_given_back_bytes": 64,
 }
 
 
@@ -37,6 +38,7 @@ def test_they_are_metrics() -> None:
         'loop_graph_bytes{what="measured"} 470.0',
         "loop_memory_retries 2.0",
         "loop_memory_least_free_bytes 77.0",
+        "loop_memory_given_back_bytes 64.0",
     ):
         assert f"drivetrain_{line}" in shown
     metrics.take_stats(Stats())

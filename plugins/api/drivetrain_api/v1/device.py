@@ -176,7 +176,8 @@ class ShrinkableBuffer(Protocol):
 
 @runtime_checkable
 class ShrinkableMemory(Protocol):
-    """Optional, beside ``DeviceRuntime``: memory that can go back to the device before its tensor is freed."""
+    """Optional, beside ``DeviceRuntime``: memory that can go back to the device before its tensor is freed. It need not
+    be counted in ``MemoryInfo.allocated``."""
 
     def shrinkable(self, num_bytes: int) -> ShrinkableBuffer | None:
         """Make an uninitialised buffer; None where this device has none, so that ``empty`` is to be used."""
