@@ -57,19 +57,19 @@ VARIANTS = [
     Variant(None, (1, 8, 64, 256, 512)),
     Variant(Stream(16, 1, 3), (8, *MANY)),
     Variant(Stream(16, 4, 4, 4), FEW),
+    Variant(Stream(32, 8, 1), FEW),
     Variant(Stream(16, 1, 2), MANY),
     Variant(Stream(16, 1, 4), MANY),
     Variant(Stream(16, 8, 2, 2), FEW),
+    Variant(Stream(16, 4, 2, 2), (1, 8, *MANY)),
     Variant(Stream(32, 1, 2), MANY),
     Variant(Stream(16, 2, 3), (8, *MANY)),
-    Variant(Stream(16, 4, 2, 2), (1, 8, *MANY)),
     Variant(Stream(32, 4, 2, 2), FEW),
     Variant(Stream(16, 1, 6), MANY),
     Variant(Stream(16, 2, 2), MANY),
     Variant(Stream(16, 4, 3, 2), (1, 8, *MANY)),
     Variant(Stream(32, 1, 3), MANY),
-    Variant(Stream(16, 8, 1, 1), FEW),
-    Variant(Stream(16, 2, 4, 4), FEW),
+    Variant(Stream(32, 4, 1), FEW),
 ]  # fmt: skip
 
 

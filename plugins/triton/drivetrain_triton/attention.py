@@ -328,12 +328,14 @@ class TritonAttention:
         part = plan.decode
         assert part is not None
         ratios = [box.base.stride(0) // box.base.stride(1) for box in boxes]
+        keys, values = cache.parts  # type: ignore[attr-defined]
         token_stream_kernel[(self.spec.num_kv_heads, part.rows, part.splits)](
-            out, *shares_of(part, out), x, x if weight is None else weight, *angles, *boxes, *cache.parts, plan.slots,  # type: ignore[attr-defined]
-            part.lengths, part.tables, part.tables.stride(0), x.stride(0), self.spec.scale, turn[0],
-            HEADS=self.spec.num_heads, GROUP=self._group, **turn[1], KEY_RATIO=ratios[0], VALUE_RATIO=ratios[1],
-            DIRECT=part.splits == 1, TOKENS=stream.tokens, STAGES=stream.stages, LEAST=stream.least, EARLY=self.early,
-            OVERLAPS=self.target.overlaps, num_warps=stream.warps, **self.target.options,
+            out, *shares_of(part, out), x, x if weight is None else weight, *angles, *boxes, keys, values, plan.slots,
+            part.lengths, part.tables, part.tables.stride(0), part.tables.shape[1], x.stride(0), self.spec.scale,
+            turn[0], HEADS=self.spec.num_heads, GROUP=self._group, **turn[1], KEY_RATIO=ratios[0],
+            VALUE_RATIO=ratios[1], DIRECT=part.splits == 1, TOKENS=stream.tokens, STAGES=stream.stages,
+            LEAST=stream.least, EARLY=self.early, OVERLAPS=self.target.overlaps, num_warps=stream.warps,
+            **self.target.options,
         )  # fmt: skip
 
     def _stream(self, part: Part, out: torch.Tensor, q: torch.Tensor, boxes: tuple[Any, Any], count: int) -> None:

@@ -43,12 +43,24 @@ def share_of_past(length, split, splits, SPAN: gl.constexpr, LEAST: gl.constexpr
 
 
 @gluon.jit
-def blocks_of(table, first, past, COUNT: gl.constexpr):
-    """The ids of COUNT blocks from number ``first`` on, all asked for at once; -1 past a row's last block."""
+def blocks_of(table, first, limit, COUNT: gl.constexpr):
+    """The ids of COUNT blocks from number ``first`` on, all asked for at once; -1 from number ``limit`` on."""
     blocks = ()
     for number in gl.static_range(COUNT):
-        page = first + number
-        blocks = blocks + (gl.load(table + page, mask=page * PAGE < past, other=-1),)
+        blocks = blocks + (gl.load(table + first + number, mask=first + number < limit, other=-1),)
+    return blocks
+
+
+@gluon.jit
+def first_blocks(table, table_width, split, begin, pages, COUNT: gl.constexpr, DIRECT: gl.constexpr):
+    """The ids of a share's first COUNT blocks. Those of a row's first share, which begins with the row, do not wait for
+    its length, and past it may be any that the table has."""
+    if DIRECT:
+        blocks = blocks_of(table, 0, table_width, COUNT)
+    elif split == 0:
+        blocks = blocks_of(table, 0, table_width, COUNT)
+    else:
+        blocks = blocks_of(table, begin, pages, COUNT)
     return blocks
 
 
@@ -60,18 +72,17 @@ def bring(part, block, kv_head, ready, box, there, RATIO: gl.constexpr):
 
 
 @gluon.jit
-def ask_first(keys, values, table, tile, count, past, k_ready, v_ready, k_ring, v_ring, kv_head,
+def ask_first(keys, values, blocks, first, pages, count, k_ready, v_ready, k_ring, v_ring, kv_head,
               KEY_RATIO: gl.constexpr, VALUE_RATIO: gl.constexpr):  # fmt: skip
-    """Ask for a share's first tiles, as many as there are stages."""
+    """Ask for a share's first tiles, as many as there are stages, from block number ``first`` of ``pages`` on."""
     PAGES: gl.constexpr = k_ring.shape[1] // PAGE
     STAGES: gl.constexpr = k_ring.shape[0]
-    blocks = blocks_of(table, tile * PAGES, past, STAGES * PAGES)
     for stage in gl.static_range(STAGES):
         mbarrier.expect(k_ready.index(stage), PAGES * PAGE * HEAD * 2, pred=stage < count)
         mbarrier.expect(v_ready.index(stage), PAGES * PAGE * HEAD * 2, pred=stage < count)
     for stage in gl.static_range(STAGES):
         for page in gl.static_range(PAGES):
-            block = blocks[stage * PAGES + page]
+            block = gl.where(first + stage * PAGES + page < pages, blocks[stage * PAGES + page], -1)
             k_box = k_ring.index(stage).slice(page * PAGE, PAGE)
             v_box = v_ring.index(stage).slice(page * PAGE, PAGE)
             bring(keys, block, kv_head, k_ready.index(stage), k_box, stage < count, KEY_RATIO)
@@ -255,7 +266,7 @@ def attend(acc, total, top, q, keys, values, table, begin, count, past, k_ready,
     for step in range(whole):
         k_stage = k_ring.index(stage)
         v_stage = v_ring.index(stage)
-        blocks = blocks_of(table, (begin + step + STAGES) * PAGES, past, PAGES)
+        blocks = blocks_of(table, (begin + step + STAGES) * PAGES, (past + PAGE - 1) // PAGE, PAGES)
         acc, total, top = fold(acc, total, top, q, k_stage, v_stage, k_ready.index(stage), v_ready.index(stage), phase,
                                SPAN, factor, mma, False)  # fmt: skip
         if step + STAGES < count:
@@ -273,7 +284,7 @@ def attend(acc, total, top, q, keys, values, table, begin, count, past, k_ready,
 
 
 @kernel
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon.jit(do_not_specialize=["table_stride", "table_width"])
 def token_stream_kernel(
     out,
     partial,
@@ -291,6 +302,7 @@ def token_stream_kernel(
     lengths,
     tables,
     table_stride,
+    table_width,
     x_stride,
     scale,
     eps,
@@ -331,6 +343,8 @@ def token_stream_kernel(
             return
     holds = (split == used - 1) & (length > 0)
     table = tables + far * table_stride
+    pages = (past + PAGE - 1) // PAGE
+    blocks = first_blocks(table, table_width, split, begin * (SPAN // PAGE), pages, STAGES * SPAN // PAGE, DIRECT)
 
     k_ring = gl.allocate_shared_memory(keys.dtype, [STAGES, SPAN, HEAD], keys.layout)
     v_ring = gl.allocate_shared_memory(values.dtype, [STAGES, SPAN, HEAD], values.layout)
@@ -342,8 +356,8 @@ def token_stream_kernel(
         mbarrier.init(v_ready.index(stage), count=1)
     hopper.fence_async_shared()
     together()
-    ask_first(keys, values, table, begin, count, past, k_ready, v_ready, k_ring, v_ring, kv_head, KEY_RATIO,
-              VALUE_RATIO)  # fmt: skip
+    ask_first(keys, values, blocks, begin * (SPAN // PAGE), pages, count, k_ready, v_ready, k_ring, v_ring, kv_head,
+              KEY_RATIO, VALUE_RATIO)  # fmt: skip
     spot = kv_head * HEAD
     key = key_cache + (slot // PAGE * KEY_RATIO + slot % PAGE) * (HEADS // GROUP * HEAD) + spot
     value = value_cache + (slot // PAGE * VALUE_RATIO + slot % PAGE) * (HEADS // GROUP * HEAD) + spot
