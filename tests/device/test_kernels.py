@@ -15,7 +15,11 @@ from drivetrain_api.v1 import (
     Decline,
     GatedActivationSpec,
     LinearSpec,
+    RmsNormSpec,
+    RopeSpec,
 )
+from drivetrain_triton.attention import TritonAttention
+from drivetrain_triton.attention_choice import Stream, Tiles
 
 BLOCK = 16
 ROWS = {
@@ -125,6 +129,80 @@ def test_long_prompts_with_heads_of_128(backend, name, heads, kv_heads, dtype):
     q = torch.randn(batch.num_tokens, heads, 128, device=device).to(getattr(torch, dtype))
     got = attention.forward(q, cache, attention.plan(batch))
     torch.testing.assert_close(got.double(), expected(spec, q, cache, batch, rows), rtol=2e-2, atol=8e-3)
+
+
+LENGTHS = {
+    1: [3000],
+    7: [0, 1, 15, 16, 17, 207, 3000],
+    64: [207 + i % 3 for i in range(64)],
+    300: [(0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 209)[i % 13] + 16 * (i // 150) for i in range(300)],
+}
+STREAMS = [None, Stream(16, 1, 2), Stream(16, 1, 3), Stream(32, 1, 2), Stream(16, 2, 3), Stream(16, 4, 4, 4),
+           Stream(16, 4, 2, 2), Stream(16, 8, 2, 2), Stream(32, 8, 1), Stream(32, 4, 2)]  # fmt: skip
+
+
+def normed_and_rotated(x, weight, cos, sin, heads):
+    """The first heads of x in float32, rounded after the norm and after the rotation."""
+    y = x[:, :heads].float()
+    if weight is not None:
+        y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype).float()
+    a, b = y.chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+
+def planned(backend, spec, batch, stream):
+    """A plan that has bulk copies bring the cache; None: as the table of sizes has it."""
+    attention = bound(backend, spec)
+    if not isinstance(attention, TritonAttention) or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no bulk copies of this kind here")
+    attention.decode_streamed = True
+    if stream is not None:
+        attention.decode_tiles = Tiles(16, 32, 2, 3, ahead=True, stream=stream)
+    plan = attention.plan(batch)
+    assert plan.decode.tiles.stream is not None
+    return plan
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype", "normed", "stream"),
+    [(16, 8, "bfloat16", True, None), (64, 8, "float16", True, None), (4, 4, "float16", False, None),
+     (14, 2, "bfloat16", True, None), (4, 1, "bfloat16", False, None), (32, 16, "bfloat16", False, None),
+     *((32, 8, "bfloat16", False, stream) for stream in STREAMS)],
+    ids=str,
+)  # fmt: skip
+def test_decode_rows_with_heads_of_128(backend, heads, kv_heads, dtype, normed, count, stream):
+    """From the q/k/v product on; the cache holds NaN wherever no row has a token."""
+    device, number, rows = backend.device.device, getattr(torch, dtype), [(length, 1) for length in LENGTHS[count]]
+    spec, batch = spec_of(heads, kv_heads, dtype), batch_of(rows, device)
+    plan, cache, slots = planned(backend, spec, batch, stream), Parts(spec, batch, rows), batch.slots_dev.long()
+    places, held = (slots // BLOCK, slots % BLOCK), batch.lengths_dev > 0
+    for part in cache.parts:
+        part[places] = float("nan")
+    before = [part.clone() for part in cache.parts]
+    x = torch.randn(count, heads + 2 * kv_heads, 128, device=device).to(number)
+    weight = torch.randn(heads + kv_heads, 128, device=device).to(number) if normed else None
+    angle = torch.randn(count, 64, device=device)
+    norm = [RmsNormSpec(dtype=dtype, size=128, eps=1e-6)] if normed else []
+    fused = backend.fuse((*norm, RopeSpec(dtype=dtype, head_dim=128, rotary_dim=128), spec)).provided.implementation
+    torch.use_deterministic_algorithms(True)  # new tensors hold NaN
+    try:
+        got, again = (fused(x, weight, angle.cos(), angle.sin(), cache, plan, None) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(got, again)
+    made = normed_and_rotated(x, weight, angle.cos(), angle.sin(), heads + kv_heads)
+    keys, values = (part[places][held] for part in cache.parts)
+    torch.testing.assert_close(keys, made[held, heads:], rtol=1.6e-2, atol=1e-2)
+    assert torch.equal(values, x[held, heads + kv_heads :])
+    want = expected(spec, made[:, :heads], cache, batch, rows)
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=8e-3)
+    assert float((got.double() - want).norm()) < 8e-3 * float(want.norm())
+    for part, old in zip(cache.parts, before, strict=True):
+        part[places] = float("nan")
+        assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0))
+    assert plan.decode.arrivals is None or not plan.decode.arrivals.any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
