@@ -82,8 +82,7 @@ class Reserve:
         """Return the bytes that the next capture lacks, the largest step's own and a margin left alone; 0: it fits."""
         if not self.planned:
             return 0
-        free = self.free()
-        return max(0, self.expected(tokens) + self._open + MARGIN - free)
+        return max(0, self.expected(tokens) + self._open + MARGIN - self.free())
 
     def given_back(self, tokens: int) -> bool:
         """Whether the cache gives back what the next capture lacks: it is to be looked at again later."""
@@ -98,11 +97,9 @@ class Reserve:
 
     def fits(self, tokens: int) -> bool:
         """Whether the next capture leaves the largest step what is its own. Says so where it does not."""
-        if not self.planned:
+        if not self.lacking(tokens):
             return True
         free, expected = self.free(), self.expected(tokens)
-        if expected + self._open + MARGIN <= free:
-            return True
         logger.warning(
             "memory: a graph of %d tokens may take %d MiB, %d MiB are free of which the largest step may take %d: no "
             "more graphs are captured, such steps run eagerly (%d captures took %d MiB of %d planned)",

@@ -136,6 +136,48 @@ def test_a_capture_is_expected_to_take_what_the_dearest_later_one_took() -> None
     assert reserve.fits(8)
 
 
+class Cache:
+    """Gives back up to ``left`` bytes."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.asked = left, []
+
+    def ask(self, nbytes: int) -> bool:
+        self.asked.append(nbytes)
+        return nbytes <= self.left
+
+
+def test_the_cache_is_asked_for_just_what_the_next_capture_lacks() -> None:
+    runtime = Allocator(STEP + 9 * MIB + MARGIN + 163 * MIB)
+    reserve = reserve_over(runtime, graphs=163 * MIB)
+    reserve.hold()
+    for took in (150 * MIB, 4 * MIB, 9 * MIB):
+        reserve.measured(lambda took=took: runtime.capture(took))
+    assert reserve.lacking(8) == 0 and not reserve.given_back(8)
+    reserve.giving = Cache(7 * MIB)
+    assert not reserve.given_back(8) and not reserve.giving.asked, "it fits"
+    runtime.graphs += 7 * MIB
+    assert reserve.lacking(8) == 7 * MIB and reserve.given_back(8)
+    runtime.graphs += 1
+    assert not reserve.given_back(8) and reserve.giving.asked == [7 * MIB, 7 * MIB + 1]
+    assert not reserve.fits(8)
+
+
+@pytest.mark.parametrize("captures", [0, 1, 5])
+def test_a_capture_that_ran_out_is_expected_to_need_more_than_there_was(captures: int) -> None:
+    runtime = Allocator(STEP + 500 * MIB)
+    reserve = reserve_over(runtime, graphs=100 * MIB)
+    reserve.hold()
+    for _ in range(captures):
+        reserve.measured(lambda: runtime.capture(EACH))
+    assert reserve.fits(8)
+    reserve.renew()
+    reserve.fell_short()
+    assert reserve.lacking(8) == 2 * MARGIN and not reserve.fits(8)
+    runtime.total += 2 * MARGIN
+    assert reserve.fits(8)
+
+
 def test_without_a_plan_captures_are_not_held_back() -> None:
     assert reserve_over(Allocator(0), graphs=0, step=0).fits(8)
 
