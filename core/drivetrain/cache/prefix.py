@@ -16,6 +16,7 @@ import numpy as np
 VERSION = b"drivetrain-prefix-1"
 DIGEST_BYTES = 32
 DEFAULT_UNIT = 32
+EMPTY = blake2b(digest_size=DIGEST_BYTES)  # to be copied: that is sooner done than made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,10 @@ class Chain:
         if last <= first:
             return
         data = tokens[first * self._unit : last * self._unit].astype("<i4", copy=False).tobytes()
-        blake, parent, size, digests = blake2b, self._parent, self._bytes, self.digests
-        for at in range(0, len(data), size):
-            parent = blake(parent + data[at : at + size], digest_size=DIGEST_BYTES).digest()
-            digests.append(parent)
+        new, parent, add = EMPTY.copy, self._parent, self.digests.append
+        for unit in np.frombuffer(data, f"V{self._bytes}").tolist():  # as bytes
+            state = new()
+            state.update(parent + unit)
+            parent = state.digest()
+            add(parent)
         self._parent = parent

@@ -172,8 +172,11 @@ class DecodeGraphs:
         if not self._chunks or plan.num_rows >= CHUNK_ROWS or plan.num_verify or plan.dummy:
             return None
         best = min((tokens for tokens in self._chunks if tokens >= plan.num_tokens), default=None)
-        pools = best is not None and (self._passes.tables.row_flags(plan.rows) & POOLING).any()
-        return None if best is None or pools else self._chunks[best]
+        if best is None:
+            return None
+        tables = self._passes.tables
+        pools = not tables.plain() and (tables.row_flags(plan.rows) & POOLING).any()
+        return None if pools else self._chunks[best]
 
     def _bucket(self, rows: int) -> int:
         """The bucket that such a plan is meant for; 0 where it is larger than all."""
