@@ -23,17 +23,31 @@ if TYPE_CHECKING:
     from drivetrain.server.child import Begun, LoopSpec
 
 MODULES = ("torch", "drivetrain.starting")
+EARLY = (  # of what these load, the part that is not torch and minds no variables
+    "numpy",
+    "drivetrain.loop",
+    "drivetrain.sched.scheduler",
+    "drivetrain.cache.manager",
+    "drivetrain.dist.executors",
+    "drivetrain.models.families",
+    "drivetrain.models.weights.checkpoint",
+    "drivetrain.runner.batch",
+    "drivetrain.runner.reserve",
+    "drivetrain.runner.results",
+    "asyncio",
+    "unittest.mock",
+)
 
 
-def load(modules: Sequence[str] = MODULES) -> Thread:
+def load(modules: Sequence[str] = MODULES, name: str = "load ahead") -> Thread:
     """Import modules in a thread. One that fails is left to whoever imports it next, who meets the reason."""
 
     def imports() -> None:
-        for name in modules:
+        for module in modules:
             with suppress(Exception):
-                importlib.import_module(name)
+                importlib.import_module(module)
 
-    thread = Thread(target=imports, name="load ahead")
+    thread = Thread(target=imports, name=name)
     thread.start()
     return thread
 
@@ -92,8 +106,10 @@ def resolve_and_begin(config: EngineConfig) -> LoopSpec:
 
 def resolve_and_load(config: EngineConfig) -> Choice:
     """``resolve_device`` in the process that will run the loop: torch and what needs it load while a device that is
-    named is probed."""
+    named is probed. What may load before the variables are told does so while the probe's child starts."""
     ahead = LoadAhead(config.device)
+    if "torch" not in sys.modules:
+        load(EARLY, "load early")
     choice = resolve_device(config, ahead.begin)
     ahead.settle(choice, view_of(config, choice))
     return choice

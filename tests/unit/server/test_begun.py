@@ -104,6 +104,18 @@ def test_torch_loads_while_the_device_is_probed():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_loads_before_the_variables_are_told_is_there_and_loads_no_torch():
+    code = """if True:
+        import sys
+        from importlib.util import find_spec
+        from drivetrain import ahead
+        assert all(find_spec(name) for name in ahead.EARLY)
+        ahead.load(ahead.EARLY).join()
+        assert set(ahead.EARLY) <= set(sys.modules) and "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_parent_of_a_process_does_not_load_torch():
     code = """if True:
         import sys
