@@ -36,11 +36,11 @@ def served(checkpoint: Path, many_graphs: None, monkeypatch: pytest.MonkeyPatch)
     yield from opened(checkpoint)
 
 
-def opened(checkpoint: Path) -> Iterator[Served]:
+def opened(checkpoint: Path, blocks: int = BLOCKS) -> Iterator[Served]:
     made = Served(
         checkpoint,
         "mirage",
-        cache_bytes=BLOCKS * BLOCK_BYTES,
+        cache_bytes=blocks * BLOCK_BYTES,
         depth=2,
         max_num_seqs=20,
         backend_options={"native": "true", "memory": str(1 << 30)},
@@ -125,6 +125,33 @@ def test_captures_wait_for_blocks_that_are_in_use(served: Served, caplog) -> Non
     served.run()
     capture_all(served)
     assert runner.graphs.count == runner.graphs.wanted
+
+
+def test_running_requests_keep_the_last_blocks_until_they_end(
+    checkpoint: Path, many_graphs: None, monkeypatch, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("drivetrain.runner.giving.SHARE", 0.6)
+    prompts = [random_ids(100 + 9 * i, 40 + i) for i in range(14)]
+    plain = Served(checkpoint, "cpu", cache_bytes=8 << 20)
+    wanted = plain.greedy(prompts, 60)
+    plain.close()
+    for served in opened(checkpoint, blocks=14):
+        giving, waited = served.opened.runner.reserve.giving, []
+
+        def between(step: int, served=served, giving=giving, waited=waited) -> None:
+            if not waited and not any(group.refs[-1] for group in pool_of(served).groups):
+                return
+            assert waited or giving.ask(3 * BLOCK_BYTES)
+            waited.append(not giving.settled())
+            served.loop.check_integrity()
+
+        served.loop._put_off = False  # nobody else asks
+        numbers = [served.submit(prompt, 60) for prompt in prompts]
+        served.run(between)
+        assert sum(waited) > 5 and "are in use" in caplog.text and giving.given >= 3 * BLOCK_BYTES
+        assert [served.open[number].tokens for number in numbers] == wanted
+        assert served.greedy(prompts, 60) == wanted, "in fewer blocks, with hits"
 
 
 def test_nothing_goes_while_the_device_still_works(served: Served) -> None:
