@@ -342,7 +342,7 @@ class TritonAttention:
         from .attention_stream import prompt_kernel
 
         ratios = [box.base.stride(0) // box.base.stride(1) for box in boxes]
-        prompt_kernel[(min(count * self.spec.num_kv_heads, self.target.multiprocessors),)](
+        prompt_kernel[(count, self.spec.num_kv_heads)](
             out, q, *boxes, part.query_start, part.lengths, part.tables, part.rows, part.base, count,
             part.tables.stride(0), q.stride(0), self.spec.scale, HEADS=self.spec.num_heads, GROUP=self._group,
             BLOCK_Q=part.tiles.block_m // self._group, KEY_RATIO=ratios[0], VALUE_RATIO=ratios[1], STAGES=2,

@@ -89,36 +89,13 @@ def clean(ring, valid):
 
 
 @gluon.jit
-def item_of(turn, program, programs):
-    """A program's ``turn``-th item: to and fro over the programs, since items get shorter and shorter."""
-    return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
-
-
-@gluon.jit
-def place_of(item, query_start, lengths, rows, base, tiles, KV_HEADS: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """An item's row, KV head, first token, its row's end and length, and which tiles of keys it needs: the first that
-    has masked keys, and the end."""
-    kv_head = item % KV_HEADS
-    tile = tiles - 1 - item // KV_HEADS
-    row = row_of_tile(query_start, tile, rows, base, BLOCK_Q)
-    row_begin = gl.load(query_start + row)
-    row_end = gl.load(query_start + row + 1)
-    length = gl.load(lengths + row)
-    begin_token = row_begin + (tile - (row_begin - base) // BLOCK_Q - row) * BLOCK_Q
-    low = length - row_end + begin_token
-    high = length - row_end + gl.minimum(begin_token + BLOCK_Q, row_end) - 1
-    end = (gl.maximum(high + 1, 0) + KEYS - 1) // KEYS
-    end = gl.where(begin_token < row_end, end, 0)  # a tile without queries
-    outer = gl.minimum(gl.maximum(low + 1, 0) // KEYS, end)
-    return row, kv_head, begin_token, row_end, length, outer, end
-
-
-@gluon.jit
-def bring_item(keys, values, table, end, length, kv_head, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tail, stage,
-               phase, tails, KEY_RATIO: gl.constexpr, VALUE_RATIO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Tiles 0 .. end - 1 of a row of ``length`` keys. ``tails``: the tiles that were cleaned before."""
+def bring(keys, values, table, end, length, kv_head, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tail,
+          KEY_RATIO: gl.constexpr, VALUE_RATIO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The copying warp: tiles 0 .. end - 1 of a row of ``length`` keys."""
     BYTES: gl.constexpr = KEYS * HEAD * 2
     last_page = (length - 1) // PAGE
+    stage = end * 0
+    phase = end * 0
     for tile in range(end):
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_full.index(stage), BYTES)
@@ -131,8 +108,7 @@ def bring_item(keys, values, table, end, length, kv_head, k_ring, v_ring, k_full
         else:
             mbarrier.expect(tail, BYTES)
             ask(values, table, tile, last_page, tail, v_ring.index(stage), kv_head, VALUE_RATIO)
-            mbarrier.wait(tail, tails & 1)
-            tails += 1
+            mbarrier.wait(tail, 0)
             clean(v_ring.index(stage), valid)
             hopper.fence_async_shared()
             together()
@@ -140,28 +116,6 @@ def bring_item(keys, values, table, end, length, kv_head, k_ring, v_ring, k_full
         wrapped = stage + 1 == STAGES
         stage = gl.where(wrapped, 0, stage + 1)
         phase = gl.where(wrapped, phase ^ 1, phase)
-    return stage, phase, tails
-
-
-@gluon.jit
-def bring(keys, values, query_start, lengths, tables, rows, base, tiles, table_stride, program, programs, k_ring,
-          v_ring, k_full, k_empty, v_full, v_empty, tail, KV_HEADS: gl.constexpr, BLOCK_Q: gl.constexpr,
-          KEY_RATIO: gl.constexpr, VALUE_RATIO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The copying warp: the keys and values of one item after another."""
-    stage = program * 0
-    phase = program * 0
-    tails = program * 0
-    items = tiles * KV_HEADS
-    for turn in range((items + programs - 1) // programs):
-        item = item_of(turn, program, programs)
-        if item < items:
-            row, kv_head, _, _, length, _, end = place_of(
-                item, query_start, lengths, rows, base, tiles, KV_HEADS, BLOCK_Q
-            )
-            stage, phase, tails = bring_item(
-                keys, values, tables + row.to(gl.int64) * table_stride, end, length, kv_head, k_ring, v_ring, k_full,
-                k_empty, v_full, v_empty, tail, stage, phase, tails, KEY_RATIO, VALUE_RATIO, STAGES,
-            )  # fmt: skip
 
 
 @gluon.jit
@@ -191,17 +145,13 @@ def weigh(s, total, top, positions, at, factor, dtype: gl.constexpr, MASKED: gl.
 
 
 @gluon.jit
-def advance(acc, total, top, p, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tile, before, positions,
-            factor, MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The scores of tile ``tile`` and, right behind them, the values of the one before, whose weights are p.
-
-    ``before``: the tiles of earlier items.
-    """
-    number = before + tile
-    now = number % STAGES
-    then = (number - 1) % STAGES
-    s = scores(q, k_ring.index(now), k_full.index(now), (number // STAGES) & 1)
-    mbarrier.wait(v_full.index(then), ((number - 1) // STAGES) & 1)
+def advance(acc, total, top, p, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tile, positions, factor,
+            MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The scores of tile ``tile`` and, right behind them, the values of the one before, whose weights are p."""
+    now = tile % STAGES
+    then = (tile - 1) % STAGES
+    s = scores(q, k_ring.index(now), k_full.index(now), (tile // STAGES) & 1)
+    mbarrier.wait(v_full.index(then), ((tile - 1) // STAGES) & 1)
     acc = hopper.warpgroup_mma(p, v_ring.index(then), acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(now), count=1)
@@ -212,39 +162,11 @@ def advance(acc, total, top, p, q, k_ring, v_ring, k_full, k_empty, v_full, v_em
 
 
 @gluon.jit
-def attend(q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, before, positions, factor,
-           STAGES: gl.constexpr):  # fmt: skip
-    """HALF query rows at ``positions`` against tiles 0 .. end - 1, at least one, of which those from ``outer`` on have
-    masked keys: [HALF, HEAD] float32."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    acc = gl.zeros([HALF, HEAD], gl.float32, layout)
-    total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
-    top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-    first = before % STAGES
-    s = scores(q_shared, k_ring.index(first), k_full.index(first), (before // STAGES) & 1)
-    s = hopper.warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(first), count=1)
-    p, total, top, _ = weigh(s, total, top, positions, 0, factor, v_ring.dtype, True)
-    for tile in range(1, outer):
-        acc, total, top, p = advance(acc, total, top, p, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                                     tile, before, positions, factor, False, STAGES)  # fmt: skip
-    for tile in range(gl.maximum(outer, 1), end):
-        acc, total, top, p = advance(acc, total, top, p, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
-                                     tile, before, positions, factor, True, STAGES)  # fmt: skip
-    last = before + end - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    acc = hopper.warpgroup_mma(p, v_ring.index(last % STAGES), acc, is_async=True)
-    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(last % STAGES), count=1)
-    return acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
-
-
-@gluon.jit
-def take_item(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, place, before, q_stride, scale,
-              WHICH: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
-              STAGES: gl.constexpr):  # fmt: skip
-    """Rows WHICH * HALF on of one item's queries (``place``: as of ``place_of``)."""
-    _, kv_head, begin_token, row_end, length, outer, end = place
+def take(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, begin_token, row_end, length,
+         kv_head, q_stride, scale, WHICH: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+         BLOCK_Q: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """A group of four warps: rows WHICH * HALF on of the tile of queries against tiles 0 .. end - 1 of keys; from
+    ``outer`` on some keys are masked."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     lane = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, wide))
@@ -256,33 +178,34 @@ def take_item(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty
     kept = gl.expand_dims(real, 1) & gl.expand_dims(columns < HEAD, 0)
     target = gl.expand_dims((tokens.to(gl.int64) * HEADS + heads) * HEAD, 1) + gl.expand_dims(columns, 0)
     if end > 0:
-        together()  # the last item's queries have been read
         q_shared.store(gl.load(q + places, mask=kept, other=0.0))
         hopper.fence_async_shared()
         together()
         spots = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
         positions = length - row_end + begin_token + spots // GROUP
-        result = attend(q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, before, positions,
-                        scale * LOG2E, STAGES)  # fmt: skip
-        gl.store(out + target, gl.convert_layout(result.to(out.dtype.element_ty), wide), mask=kept)
+        acc = gl.zeros([HALF, HEAD], gl.float32, layout)
+        total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, layout))
+        top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+        factor = scale * LOG2E
+        s = scores(q_shared, k_ring.index(0), k_full.index(0), 0)
+        s = hopper.warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(0), count=1)
+        p, total, top, _ = weigh(s, total, top, positions, 0, factor, v_ring.dtype, True)
+        for tile in range(1, outer):
+            acc, total, top, p = advance(acc, total, top, p, q_shared, k_ring, v_ring, k_full, k_empty, v_full,
+                                         v_empty, tile, positions, factor, False, STAGES)  # fmt: skip
+        for tile in range(gl.maximum(outer, 1), end):
+            acc, total, top, p = advance(acc, total, top, p, q_shared, k_ring, v_ring, k_full, k_empty, v_full,
+                                         v_empty, tile, positions, factor, True, STAGES)  # fmt: skip
+        last = (end - 1) % STAGES
+        mbarrier.wait(v_full.index(last), ((end - 1) // STAGES) & 1)
+        acc = hopper.warpgroup_mma(p, v_ring.index(last), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        result = acc / gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
+        result = gl.convert_layout(result.to(out.dtype.element_ty), wide)
+        gl.store(out + target, result, mask=kept)
     else:  # padded tokens of a row without length
         gl.store(out + target, gl.zeros([HALF, HEAD], out.dtype.element_ty, wide), mask=kept)
-
-
-@gluon.jit
-def take(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, query_start, lengths, rows, base, tiles,
-         q_stride, scale, program, programs, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-         BLOCK_Q: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """A group of four warps: its half of the queries of one item after another."""
-    before = program * 0
-    items = tiles * KV_HEADS
-    for turn in range((items + programs - 1) // programs):
-        item = item_of(turn, program, programs)
-        if item < items:
-            place = place_of(item, query_start, lengths, rows, base, tiles, KV_HEADS, BLOCK_Q)
-            take_item(q, out, q_shared, k_ring, v_ring, k_full, k_empty, v_full, v_empty, place, before, q_stride,
-                      scale, WHICH, KV_HEADS * GROUP, GROUP, BLOCK_Q, STAGES)  # fmt: skip
-            before += place[6]
 
 
 @kernel
@@ -312,16 +235,30 @@ def prompt_kernel(
     STAGES: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Any number of programs. An item is BLOCK_Q query tokens times the GROUP heads of one KV head, two times HALF rows
-    at most; items of a row's last tokens, the longest, come first.
+    """Grid (tiles, KV heads): BLOCK_Q query tokens times the GROUP heads of one KV head, two times HALF rows at most.
 
     ``keys`` and ``values`` describe cache parts (``boxes``); a block begins RATIO of their rows after the one before.
     The other arguments are ``prefill_kernel``'s. Causal, without windows.
     """
     if OVERLAPS:
         cuda.gdc_launch_dependents()
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
+    tile = tiles - 1 - gl.program_id(0)
+    kv_head = gl.program_id(1)
+    if OVERLAPS:
+        cuda.gdc_wait()
+    row = row_of_tile(query_start, tile, rows, base, BLOCK_Q)
+    row_begin = gl.load(query_start + row)
+    row_end = gl.load(query_start + row + 1)
+    begin_token = row_begin + (tile - (row_begin - base) // BLOCK_Q - row) * BLOCK_Q
+    length = gl.load(lengths + row)
+    low = length - row_end + begin_token
+    high = length - row_end + gl.minimum(begin_token + BLOCK_Q, row_end) - 1
+    outer = gl.maximum(low + 1, 0) // KEYS
+    end = (gl.maximum(high + 1, 0) + KEYS - 1) // KEYS
+    end = gl.where(begin_token < row_end, end, 0)  # a tile without queries
+    outer = gl.minimum(outer, end)
+    table = tables + row.to(gl.int64) * table_stride
+
     k_ring = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, HEAD], keys.layout)
     v_ring = gl.allocate_shared_memory(values.dtype, [STAGES, KEYS, HEAD], values.layout)
     q_first = gl.allocate_shared_memory(keys.dtype, [HALF, HEAD], keys.layout)
@@ -339,15 +276,12 @@ def prompt_kernel(
         mbarrier.init(v_empty.index(stage), count=2)
     hopper.fence_async_shared()
     together()
-    if OVERLAPS:
-        cuda.gdc_wait()
     # Tuples that are named would turn their constants into numbers of run time.
     gl.warp_specialize([
-        (take, (q, out, q_first, k_ring, v_ring, k_full, k_empty, v_full, v_empty, query_start, lengths, rows, base,
-                tiles, q_stride, scale, program, programs, gl.constexpr(0), HEADS // GROUP, GROUP, BLOCK_Q, STAGES)),
-        (take, (q, out, q_second, k_ring, v_ring, k_full, k_empty, v_full, v_empty, query_start, lengths, rows, base,
-                tiles, q_stride, scale, program, programs, gl.constexpr(1), HEADS // GROUP, GROUP, BLOCK_Q, STAGES)),
-        (bring, (keys, values, query_start, lengths, tables, rows, base, tiles, table_stride, program, programs, k_ring,
-                 v_ring, k_full, k_empty, v_full, v_empty, tail, HEADS // GROUP, BLOCK_Q, KEY_RATIO, VALUE_RATIO,
-                 STAGES)),
-    ], [4, 1], [232, 40])  # fmt: skip
+        (take, (q, out, q_first, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, begin_token, row_end,
+                length, kv_head, q_stride, scale, gl.constexpr(0), HEADS, GROUP, BLOCK_Q, STAGES)),
+        (take, (q, out, q_second, k_ring, v_ring, k_full, k_empty, v_full, v_empty, end, outer, begin_token, row_end,
+                length, kv_head, q_stride, scale, gl.constexpr(1), HEADS, GROUP, BLOCK_Q, STAGES)),
+        (bring, (keys, values, table, end, length, kv_head, k_ring, v_ring, k_full, k_empty, v_full, v_empty, tail,
+                 KEY_RATIO, VALUE_RATIO, STAGES)),
+    ], [4, 1], [240, 24])  # fmt: skip
