@@ -272,7 +272,7 @@ class InvariantAttention(TritonAttention):
 
     def _ranges(self, batch: AttentionBatch) -> int:
         """Bound the ranges that any tile of queries sees."""
-        size, window = self._common["RANGE"], self.spec.window
+        size, window = int(self._common["RANGE"]), self.spec.window
         if not size:
             return 1
         most = -(-batch.max_length_bound // size)
