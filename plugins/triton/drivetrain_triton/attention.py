@@ -82,7 +82,7 @@ class TritonAttention:
     decode_tiles: Tiles | None = None  # instead of the table's, to measure
     prefill_tiles: Tiles | None = None
     streamed = True  # long prompts by bulk copies where these can bring the cache; False only to measure
-    decode_streamed = False  # decode rows too; until measured
+    decode_streamed = True  # decode rows too; False only to measure
 
     def __init__(self, spec: AttentionSpec, target: Target) -> None:
         self.spec, self.target = spec, target
