@@ -76,7 +76,8 @@ class RotateAndWrite:
         if not tokens:
             return q
         keys, values = cache.parts  # type: ignore[attr-defined]
-        block_h, warps = (4, 1) if tokens <= FEW_TOKENS or self._invariant else (16, 4)
+        # All of 32 heads by one program: 41 us for 8,192 tokens of 32 heads on an H200, halves 45.
+        block_h, warps = (4, 1) if tokens <= FEW_TOKENS or self._invariant else (32 if heads == 32 else 16, 4)
         rotate_kernel[(-(-heads // block_h) * tokens,)](
             q, x, q if weight is None else weight, cos, sin, keys, values, plan.slots, x.stride(0), keys.stride(0),
             values.stride(0), self._eps, **cache_strides(keys, values), **self._fixed, BLOCK_H=block_h,
