@@ -121,8 +121,9 @@ def test_attention_over_many_ranges_keeps_its_bits(steady, shape, dtype):
             first = end - queries
             alone = sequence.chunk(attention, first, end)
             assert torch.equal(alone, whole[first:end]), f"{queries} queries up to {end}"
-            mixed = sequence.chunk(attention, first, end, company, slack=3)
-            assert torch.equal(mixed, whole[first:end]), f"{queries} queries up to {end}, among others"
+            if end in (2000, length):
+                mixed = sequence.chunk(attention, first, end, company, slack=3)
+                assert torch.equal(mixed, whole[first:end]), f"{queries} queries up to {end}, among others"
 
 
 @pytest.fixture(scope="module", params=["llama-even", "qwen3-even", "gemma3-even", "llama-biases"])

@@ -24,7 +24,7 @@ from drivetrain_api.v1 import (
     torch_storage,
 )
 from drivetrain_triton.target import INTERPRETER, Target
-from tests.unit.ops.invariance import SHAPES, Sequence, check_attention, check_rows
+from tests.unit.ops.invariance import SHAPES, Sequence, check_rows
 from tests.unit.ops.judges import check
 from tests.unit.triton import interpreted as mended
 from tests.unit.triton.interpreted import interpreted
@@ -155,10 +155,19 @@ def test_ranges_in_registers_and_by_pieces(rules, target, short_ranges):
 
 @pytest.mark.parametrize(("number", "dtype"), [(1, "bfloat16"), (2, "float32")])
 def test_attention_keeps_its_bits(number, dtype, short_ranges, in_order):
-    """Alone, in chunks, whole, among others; the lone rows by pieces, the whole prompt in registers."""
-    check_attention(
-        lambda spec: provided(spec, replace(INTERPRETER, multiprocessors=10)), place(), SHAPES[number], dtype
-    )
+    """Alone, in chunks, whole, among others; the lone rows by pieces, the whole prompt in registers.
+
+    On a device ``check_attention`` looks at more places (``tests/device/test_deterministic.py``).
+    """
+    sequence = Sequence(place(), SHAPES[number], dtype, 150, 9)
+    made = provided(sequence.spec, replace(INTERPRETER, multiprocessors=10))
+    whole = sequence.chunk(made, 0, 150)
+    assert whole.isfinite().all()
+    for first, end in ((0, 1), (64, 65), (149, 150), (37, 64), (101, 150)):
+        assert torch.equal(sequence.chunk(made, first, end), whole[first:end]), f"alone, {first} .. {end}"
+    for first, end in ((15, 16), (130, 131), (16, 20)):
+        got = sequence.chunk(made, first, end, ((40, 1), (200, 33), (0, 1)), slack=5)
+        assert torch.equal(got, whole[first:end]), f"among others, {first} .. {end}"
 
 
 def test_pieces_do_not_change_bits(short_ranges, in_order):
