@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from drivetrain_api.v1 import AttentionSpec, CacheLayout, CachePart, CacheSpec
+from drivetrain_triton.attention_choice import decode_stream
+from drivetrain_triton.target import Target
 from tests.unit.triton.ptx import Machine, Program, bits_of, floats_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -165,3 +169,97 @@ def test_results(compiled, name, late):
     step = Step(settings, lengths, 1 if settings["DIRECT"] else 3, 7 + late)
     step.run(Program((compiled[0] / f"{name}.ptx").read_text()), late)
     step.check()
+
+
+HOPPER = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=SHARED, overlaps=True)
+
+
+def spec_of(heads=32, kv_heads=8, size=128, block=16, kept="bfloat16", **rules):
+    parts = tuple(CachePart(name=name, shape=(kv_heads, size), dtype=kept) for name in "kv")
+    layout = CacheLayout(spec=CacheSpec(kind="full", parts=parts), block_tokens=block, bytes_per_block=0, alignment=64,
+                         strided=True, slot_dtype="int32")  # fmt: skip
+    return AttentionSpec(dtype="bfloat16", num_heads=heads, num_kv_heads=kv_heads, head_dim=size, v_head_dim=size,
+                         scale=0.1, layout=layout, **rules)  # fmt: skip
+
+
+def test_choice():
+    """Only what the kernel is made for, and where a program fits."""
+    for programs in (8, 132, 133, 512, 4096):
+        stream = decode_stream(spec_of(), HOPPER, programs)
+        assert stream.shared_bytes <= SHARED and stream.tokens % 16 == 0
+    assert decode_stream(spec_of(), HOPPER, 4096).warps == 1
+    for odd in (dict(window=64), dict(sinks=True), dict(soft_cap=5.0), dict(causal=False), dict(size=64),
+                dict(block=32), dict(kept="float8_e4m3fn"), dict(heads=64, kv_heads=4)):  # fmt: skip
+        assert decode_stream(spec_of(**odd), HOPPER, 64) is None, odd
+    for arch in (80, 100):
+        assert (
+            decode_stream(spec_of(), Target(kind="cuda", arch=arch, multiprocessors=132, shared_bytes=SHARED), 8)
+            is None
+        )
+
+
+LAUNCHES = r"""
+import json, types
+import torch
+from drivetrain_api.v1 import AttentionBatch, RmsNormSpec, RopeSpec
+from drivetrain_triton import attention, attention_token_stream
+from drivetrain_triton.attention_rotate import RotateAndAttend
+from tests.unit.triton.test_token_stream import HOPPER, spec_of
+
+seen, real, old = [], attention_token_stream.token_stream_kernel, []
+class Noted:
+    def __init__(self, into): self.into = into
+    def __getitem__(self, grid): return lambda *args, **named: self.into.append((grid, args, named))
+attention_token_stream.token_stream_kernel = Noted(seen)
+attention.token_kernel = Noted(old)
+spec, rows = spec_of(), 3
+def ints(*values): return torch.tensor(values, dtype=torch.int32)
+import numpy as np
+batch = AttentionBatch(
+    query_start_dev=ints(0, 1, 2, 3), lengths_dev=ints(5, 6, 7), block_table_dev=torch.ones(3, 40, dtype=torch.int32),
+    slots_dev=ints(20, 21, 22), token_row_dev=ints(0, 1, 2), positions_dev=ints(4, 5, 6),
+    query_start_host=np.arange(4, dtype=np.int32), length_bounds_host=np.full(3, 600, np.int32),
+    host_lengths_exact=False, num_decode_rows=3, num_verify_rows=0, num_prefill_rows=0, max_query_len=1,
+    max_length_bound=600)
+planner = attention.TritonAttention(spec, HOPPER)
+planner.decode_streamed = True
+plan = planner.plan(batch)
+pool = torch.zeros(9, 2, 16, 8, 128, dtype=torch.bfloat16)
+class Cache: pass
+cache = Cache()
+cache.parts = pool[:, 0], pool[:, 1]
+run = RotateAndAttend(RmsNormSpec(dtype="bfloat16", size=128, eps=1e-6),
+                      RopeSpec(dtype="bfloat16", head_dim=128, rotary_dim=128), spec, HOPPER)
+x, weight = torch.zeros(rows, 48, 128, dtype=torch.bfloat16), torch.zeros(40, 128, dtype=torch.bfloat16)
+cos, sin = torch.zeros(rows, 64), torch.ones(rows, 64)
+out = run(x, weight, cos, sin, cache, plan)
+(grid, args, named), = seen
+params = [p for p in real.params]
+assert [p.name for p in params if not p.is_constexpr] == [p.name for p in params[:len(args)]]
+assert {p.name for p in params if p.is_constexpr} == set(named) - {"launch_pdl"}, named
+given = dict(zip((p.name for p in params), args))
+part = plan.decode
+assert grid == (8, 3, part.splits) and part.splits > 1 and not named["DIRECT"]
+same = {"out": out, "partial": part.partial, "lse": part.lse, "arrivals": part.arrivals, "x": x, "weight": weight,
+        "cos": cos, "sin": sin, "key_cache": cache.parts[0], "value_cache": cache.parts[1], "slots": batch.slots_dev}
+for name, tensor in same.items():
+    assert given[name] is tensor, name
+assert given["lengths"].data_ptr() == batch.lengths_dev.data_ptr()
+assert given["tables"].data_ptr() == batch.block_table_dev.data_ptr()
+assert (given["table_stride"], given["table_width"], given["x_stride"]) == (40, 40, 48 * 128)
+assert (given["scale"], given["eps"]) == (0.1, 1e-6)
+assert [given[name].base is part for name, part in zip(("keys", "values"), cache.parts)] == [True, True]
+assert named["KEY_RATIO"] == named["VALUE_RATIO"] == 32
+wide = Cache()  # rows of tokens farther apart: nothing that boxes can describe
+wide.parts = tuple(torch.zeros(9, 16, 8, 256, dtype=torch.bfloat16)[..., :128] for _ in "kv")
+run(x, weight, cos, sin, wide, plan)
+assert len(seen) == 1 and len(old) == 1
+print("done")
+"""
+
+
+def test_launch(tmp_path):
+    """What the kernel is given, and that a cache that can't be copied by boxes takes the other kernel."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", LAUNCHES], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr[-3000:]
