@@ -225,6 +225,19 @@ def nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+def fixed_chunk(tokens: int, granule: int) -> int:
+    """Return how many of a prompt's tokens a step with deterministic results takes: whole blocks that fit a step.
+
+    ConfigError where not one does.
+    """
+    if granule <= tokens:
+        return max(min(FIXED_CHUNK, tokens) // granule, 1) * granule
+    raise ConfigError(
+        f"--deterministic: steps of {tokens} tokens hold no whole block of {granule}, by which prompts are cut",
+        fix=f"set --max-num-batched-tokens to {granule} or more",
+    )
+
+
 def make_loop(config: EngineConfig, described: Described, executor: Executor, memory: MemoryPlan, parts: Parts) -> Loop:
     """Put scheduler and executor together."""
     from drivetrain.cache.manager import CacheManager
@@ -241,7 +254,7 @@ def make_loop(config: EngineConfig, described: Described, executor: Executor, me
     manager = CacheManager(
         memory.cache, max_rows=limits.rows, max_tokens=longest, unit=unit, announce_freed=executor.recycles
     )
-    fixed = -(-min(FIXED_CHUNK, limits.tokens) // manager.granule) * manager.granule if config.deterministic else 0
+    fixed = fixed_chunk(limits.tokens, manager.granule) if config.deterministic else 0
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=limits.rows,
