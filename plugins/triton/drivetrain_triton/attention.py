@@ -168,7 +168,7 @@ class TritonAttention:
         """Cut rows until ``programs_wanted`` run. Rows beyond the tokens are padded ones without a token."""
         programs, wanted = rows * self.spec.num_kv_heads, self.programs_wanted * self.target.multiprocessors
         tiles = self.decode_tiles or decode_tiles(self.spec, self.target, programs, alone)
-        if alone and self.decode_streamed and tiles.stream is None:
+        if alone and self.decode_streamed and self.decode_tiles is None:
             tiles = replace(tiles, stream=decode_stream(self.spec, self.target, programs))
         splits = splits_of(programs, wanted, self._most(batch, tiles, 1))
         arrivals = self._counters(programs, batch.lengths_dev.device) if splits > 1 else None

@@ -101,8 +101,10 @@ def decode_stream(spec: AttentionSpec, target: Target, programs: int) -> Stream 
     # Measured on an H200, 132 multiprocessors: 8 programs (a row of 8 KV heads), 64, 512, 2048.
     many = programs / target.multiprocessors
     if many > 1.5:
-        return Stream(32, 1, 3) if many <= 8 else Stream(32, 1, 2)
-    return Stream(32, 8, 1) if many <= 0.25 else Stream(32, 4, 2, 2)
+        stream = Stream(32, 1, 3) if many <= 8 else Stream(32, 1, 2)
+    else:
+        stream = Stream(32, 8, 1) if many <= 0.25 else Stream(32, 4, 2, 2)
+    return stream if stream.shared_bytes <= target.shared_bytes else None
 
 
 def prefill_tiles(spec: AttentionSpec, target: Target, max_query_len: int) -> Tiles:

@@ -191,6 +191,7 @@ def test_choice():
     for odd in (dict(window=64), dict(sinks=True), dict(soft_cap=5.0), dict(causal=False), dict(size=64),
                 dict(block=32), dict(kept="float8_e4m3fn"), dict(heads=64, kv_heads=4)):  # fmt: skip
         assert decode_stream(spec_of(**odd), HOPPER, 64) is None, odd
+    assert decode_stream(spec_of(), replace(HOPPER, shared_bytes=100 << 10), 8) is None
     for arch in (80, 100):
         assert decode_stream(spec_of(), replace(HOPPER, arch=arch), 8) is None
 
@@ -251,6 +252,8 @@ wide = Cache()  # rows of tokens farther apart: nothing that boxes can describe
 wide.parts = tuple(torch.zeros(9, 16, 8, 256, dtype=torch.bfloat16)[..., :128] for _ in "kv")
 run(x, weight, cos, sin, wide, plan)
 assert len(seen) == 1 and len(old) == 1
+planner.decode_tiles = attention.Tiles(16, 32, 2, 3, ahead=True)  # to measure: as they are, without streams
+assert planner.plan(batch).decode.tiles == planner.decode_tiles
 print("done")
 """
 
