@@ -132,11 +132,12 @@ def test_an_engine_whose_graphs_need_more_than_planned_gives_blocks_back(device,
     wanted = served.greedy(PROMPTS, 24)
     while runner.graphs.count < 12:
         assert capture_missing(runner)
-    reserve.plan(graphs=reserve.taken, step=0)
+    reserve.plan(graphs=max(reserve.taken, 1), step=0)  # captures so small may have cost nothing that shows
     tokens = runner.graphs.missing().tokens
     spare = runtime.memory().free - reserve.expected(tokens) - MARGIN + 4 * MIB
     ballast = runtime.shrinkable(spare)
-    assert ballast is not None and reserve.lacking(tokens) > 0
+    assert ballast is not None
+    assert reserve.lacking(tokens) > 0, (spare, reserve.expected(tokens), runtime.memory().free)
     total, least = served.loop.stats().cache_total, runtime.memory().free
     assert served.greedy(PROMPTS, 24) == wanted, "steps, captures and giving back side by side"
     for _ in range(100_000):

@@ -222,7 +222,8 @@ class RowTables:
         return count
 
     def _pack_whole(self, plan: StepPlan, groups: Sequence[int], pack: Pack) -> int:
-        """``pack`` where all is one memory: starts, then blocks, [2, n] of places and values."""
+        """``pack`` where all is one memory: places of starts, then of blocks, [n] int64 as pairs of words, which is what
+        a scatter takes without converting, and their values [n]."""
         parts = []
         if plan.starts:
             rows, values = self._start_columns(plan.starts)
@@ -234,7 +235,8 @@ class RowTables:
             columns[0] += self._place.size
             parts.append(columns)
         if parts:
-            pack.add("changes", np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
+            whole = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+            pack.add("changes", np.concatenate((whole[0].astype(np.int64).view(np.int32), whole[1])))
         return min(len(parts), 1)
 
     def apply(self, views: dict[str, torch.Tensor]) -> None:
@@ -242,7 +244,8 @@ class RowTables:
         if self._memory is not None:
             changes = views.get("changes")
             if changes is not None:
-                self._memory[changes[0]] = changes[1]
+                count = len(changes) // 3
+                self._memory.scatter_(0, changes[: 2 * count].view(torch.int64), changes[2 * count :])
             return
         i = 0
         while (columns := views.get(f"starts{i}")) is not None:

@@ -74,7 +74,7 @@ def staging_capacity(shape: TableShape, config: RunnerConfig) -> int:
     rows, tokens, k = config.max_num_seqs + 1, config.max_num_batched_tokens + 1, config.max_drafts
     batch = 4 * rows + 1 + 3 * tokens
     samples = rows * (5 + 2 * (k + 1)) + rows * (k + 1)
-    changes = 2 * START_FIELDS * rows + 2 * sum(min(width, 4) * rows for width in shape.widths) + 2 * 64
+    changes = 3 * START_FIELDS * rows + 3 * sum(min(width, 4) * rows for width in shape.widths) + 3 * 64
     return batch + samples + changes
 
 
