@@ -222,8 +222,8 @@ class RowTables:
         return count
 
     def _pack_whole(self, plan: StepPlan, groups: Sequence[int], pack: Pack) -> int:
-        """``pack`` where all is one memory: places of starts, then of blocks, [n] int64 as pairs of words, which is what
-        a scatter takes without converting, and their values [n]."""
+        """``pack`` where all is one memory: places of starts, then of blocks, [n] int64 as pairs of words, which a
+        scatter takes without converting, and their values [n]."""
         parts = []
         if plan.starts:
             rows, values = self._start_columns(plan.starts)
