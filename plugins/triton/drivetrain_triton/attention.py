@@ -169,7 +169,8 @@ class TritonAttention:
         programs, wanted = rows * self.spec.num_kv_heads, self.programs_wanted * self.target.multiprocessors
         tiles = self.decode_tiles or decode_tiles(self.spec, self.target, programs, alone)
         if alone and self.decode_streamed and self.decode_tiles is None:
-            tiles = replace(tiles, stream=decode_stream(self.spec, self.target, programs))
+            stream = decode_stream(self.spec, self.target, programs, batch.max_length_bound)
+            tiles = replace(tiles, stream=stream)
         splits = splits_of(programs, wanted, self._most(batch, tiles, 1))
         arrivals = self._counters(programs, batch.lengths_dev.device) if splits > 1 else None
         return self._part(batch, 0, rows, 0, rows, tiles, splits, arrivals)

@@ -14,9 +14,8 @@ MAX_HEAD_DIM = 256
 FEW = 4  # decode programs (of one share) are few while there are so many multiprocessors for each
 WAVES = 8  # beyond so many decode programs a multiprocessor, small ones
 FP8, FP8_ARCH = "float8_e4m3fn", 89
-
-
 STREAM_ARCH, STREAM_WIDTH, STREAM_BLOCK, STREAM_GROUP = 90, 128, 16, 8  # what ``attention_token_stream`` is made for
+LONG_CONTEXT = 16384  # keys of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +90,11 @@ def streamable(spec: AttentionSpec, target: Target) -> bool:
     return target.arch == STREAM_ARCH and plain and spec.head_dim == spec.v_head_dim == STREAM_WIDTH and same
 
 
-def decode_stream(spec: AttentionSpec, target: Target, programs: int) -> Stream | None:
+def decode_stream(spec: AttentionSpec, target: Target, programs: int, longest: int) -> Stream | None:
     """How bulk copies serve decode rows without prompts beside, by how many ``programs`` there are, one a row and KV
     head. Many: one warp a program, several programs a multiprocessor, so that nothing waits for other warps. Few: a
-    row's keys spread over a program's warps, and over programs only beyond what one can have in flight."""
+    row's keys spread over a program's warps, and over programs only beyond what one can have in flight. ``longest``:
+    the most keys of a row; where they may be very many, reading them outlasts all else and takes several stages."""
     blocks, group = spec.layout.block_tokens, spec.num_heads // spec.num_kv_heads
     if not streamable(spec, target) or blocks != STREAM_BLOCK or group > STREAM_GROUP or spec.sinks:
         return None
@@ -102,6 +102,8 @@ def decode_stream(spec: AttentionSpec, target: Target, programs: int) -> Stream 
     many = programs / target.multiprocessors
     if many > 1.5:
         stream = Stream(32, 1, 3) if many <= 8 else Stream(32, 1, 2)
+    elif longest > LONG_CONTEXT:
+        stream = Stream(16, 4, 3, 2)
     else:
         stream = Stream(32, 8, 1) if many <= 0.25 else Stream(32, 4, 2, 2)
     return stream if stream.shared_bytes <= target.shared_bytes else None

@@ -185,15 +185,17 @@ def spec_of(heads=32, kv_heads=8, size=128, block=16, kept="bfloat16", **rules):
 def test_choice():
     """Only what the kernel is made for, and where a program fits."""
     for programs in (8, 132, 133, 512, 4096):
-        stream = decode_stream(spec_of(), HOPPER, programs)
+        stream = decode_stream(spec_of(), HOPPER, programs, 8192)
         assert stream.shared_bytes <= SHARED and stream.tokens % 16 == 0
-    assert decode_stream(spec_of(), HOPPER, 4096).warps == 1
+    assert decode_stream(spec_of(), HOPPER, 4096, 8192).warps == 1
+    for programs in (8, 64):  # few rows that may be very long are read in several stages
+        assert decode_stream(spec_of(), HOPPER, programs, 100_000).stages > 2
     for odd in (dict(window=64), dict(sinks=True), dict(soft_cap=5.0), dict(causal=False), dict(size=64),
                 dict(block=32), dict(kept="float8_e4m3fn"), dict(heads=64, kv_heads=4)):  # fmt: skip
-        assert decode_stream(spec_of(**odd), HOPPER, 64) is None, odd
-    assert decode_stream(spec_of(), replace(HOPPER, shared_bytes=100 << 10), 8) is None
+        assert decode_stream(spec_of(**odd), HOPPER, 64, 8192) is None, odd
+    assert decode_stream(spec_of(), replace(HOPPER, shared_bytes=100 << 10), 8, 8192) is None
     for arch in (80, 100):
-        assert decode_stream(spec_of(), replace(HOPPER, arch=arch), 8) is None
+        assert decode_stream(spec_of(), replace(HOPPER, arch=arch), 8, 8192) is None
 
 
 LAUNCHES = r"""
