@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from attention_cases import SHAPES as HEADS
 from attention_cases import Cache, batch_of, spec_of, target
+from device_rates import about
 from linear_parts import DEVICE, ROOT, SHAPES, shape_dtype, timed
 
 sys.path.insert(0, str(ROOT / "backends/cuda"))
@@ -98,7 +99,9 @@ def main() -> None:
             print(json.dumps(found[-1]), flush=True)
         torch.cuda.empty_cache()
         if given.json:
-            given.json.write_text(json.dumps({"torch": torch.__version__, "lines": found}, indent=1))
+            given.json.write_text(
+                json.dumps(about(torch.device(DEVICE)) | {"lines": found}, indent=1) + "\n", encoding="utf-8"
+            )
 
 
 if __name__ == "__main__":

@@ -33,20 +33,10 @@ from typing import Any
 
 from device_cases import CASES, FULL, SMALL, Run
 from device_models import TITLES, Rates, Sizes, config_of, write_model
+from device_rates import commit_of
 
 HERE = Path(__file__).parent
 DETAILS = ("seconds", "figures", "decode_seconds", "empty_caches", "warm_caches")  # in the file only
-
-
-def commit_of(given: str) -> str:
-    """Return the commit as given, or as git says; a machine without git is told it."""
-    if given:
-        return given
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
 
 
 def measured_rates(args: argparse.Namespace) -> dict[str, Any]:

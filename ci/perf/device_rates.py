@@ -13,9 +13,11 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +97,23 @@ def facts(device: torch.device) -> dict[str, Any]:
         "machine": machine,
         "versions": {"python": platform.python_version(), **versions, "cuda": torch.version.cuda or ""},
     }
+
+
+def commit_of(given: str) -> str:
+    """Return the commit as given, or as git says; a machine without git is told it."""
+    if given:
+        return given
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """The machine, the versions, the commit (COMMIT where git can't be asked) and the command of this run."""
+    command = " ".join(("python ci/perf/" + Path(sys.argv[0]).name, *(Path(one).name for one in sys.argv[1:])))
+    return facts(device) | {"commit": commit_of(os.environ.get("COMMIT", "")), "command": command}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
 import statistics
 import subprocess
@@ -27,8 +28,9 @@ from typing import Any
 
 import numpy as np
 import psutil
-from device_engine import brief, commit_of, measured_rates
+from device_engine import brief, measured_rates
 from device_models import TITLES, config_of, write_model
+from device_rates import commit_of
 
 READY_SECONDS = 300.0
 LOADS = {"full": (256, 512, 256), "tiny": (6, 24, 8)}  # streams, prompt tokens, new tokens
@@ -223,7 +225,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--commit", default=os.environ.get("COMMIT", ""), help="where git can't be asked")
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--backend-option", action="append", default=[], metavar="KEY=VALUE")

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from attention_cases import BLOCK, Cache, batch_of, device, target
+from device_rates import about
 from linear_parts import operands_of
 from token_stream_cases import VARIANTS, Variant, check, checks, inputs, runner, spec_named
 
@@ -321,12 +322,7 @@ def main() -> None:
 def save(path: Path | None, results: list[dict[str, Any]], began: float) -> None:
     if path:
         named = [one | {"variant": str(VARIANTS[one["variant"]])} for one in results]
-        facts = {
-            "torch": torch.__version__,
-            "command": " ".join(sys.argv),
-            "seconds": round(time.monotonic() - began, 1),
-        }
-        facts |= {"cores": len(os.sched_getaffinity(0)), "results": named}
+        facts = about(device()) | {"seconds": round(time.monotonic() - began, 1), "results": named}
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -86,6 +86,17 @@ class GatedLinear(DeviceLinear):
         activated: torch.Tensor = self._activate(functional.linear(x, weight, bias))
         return activated
 
+    def apart_tokens(self, most: int) -> int:
+        """Return the most tokens up to ``most`` for which gate and up products lie in memory: neither few nor wide."""
+        spec, target = self._spec, self._target
+        if spec.bias:
+            return most
+        outs, inputs, size = spec.out_features // 2, spec.in_features, dtype_bytes(spec.dtype)
+        for tokens in range(most, self._most, -1):
+            if not is_wide(tokens, outs, inputs, target.arch, size, target.multiprocessors):
+                return tokens
+        return 0
+
     def _wide_takes(self, rows: int, weight: torch.Tensor) -> bool:
         outs, inputs = weight.shape[0] // 2, weight.shape[1]
         target = self._target
@@ -104,6 +115,8 @@ class NormedLinear:
         self._spec, self._norm, self._product, self._target = norm, Norm(norm, target), product, target
         self._most, self._kind = most, kind
         self.packed_bytes, self.pack, self.unpack = product.packed_bytes, product.pack, product.unpack
+        if isinstance(product, GatedLinear):
+            self.apart_tokens = product.apart_tokens
 
     def apply(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, packed: Packed

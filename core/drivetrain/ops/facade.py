@@ -10,7 +10,7 @@ from drivetrain.ops.provided import FIX, ask, ask_fused, brief, raised, wheel_of
 from drivetrain.ops.reference import REFERENCE, ReferenceOp
 from drivetrain.ops.report import OpChoice, Provider, provider_of
 from drivetrain.ops.watch import Watched
-from drivetrain_api.v1 import Backend, CacheLayout, CacheSpec, Decline, OpSpec, OpTraits
+from drivetrain_api.v1 import Backend, CacheLayout, CacheSpec, Decline, GatedActivationSpec, OpSpec, OpTraits
 
 HOT_GROUPS = ("attention", "linear")
 
@@ -71,6 +71,26 @@ class Ops:
             return None
         bound.count += 1
         return bound.implementation
+
+    def gated_apart(self, tokens: int) -> int:
+        """Of steps of up to ``tokens`` tokens, return the most tokens for which any run with a gated activation holds
+        gate and up products in memory, as its implementation says; all where one does not say, or there is none."""
+        runs = [b for specs, b in self._fused.items() if b is not None and isinstance(specs[-1], GatedActivationSpec)]
+        return max((self._apart(bound, tokens) for bound in runs), default=tokens)
+
+    def _apart(self, bound: _Bound, tokens: int) -> int:
+        method = getattr(bound.implementation, "apart_tokens", None)
+        if method is None:
+            return tokens
+        wheel = wheel_of(self.backend)
+        try:
+            said = method(tokens)
+        except Exception as error:
+            raise DeviceError(f"{wheel}: apart_tokens of {bound.label!r} raised {raised(error)}", fix=FIX) from error
+        if not isinstance(said, int) or not 0 <= said <= tokens:
+            came = f"returned {brief(said)}, expected 0 to {tokens}"
+            raise DeviceError(f"{wheel}: apart_tokens of {bound.label!r} {came}", fix=FIX)
+        return said
 
     def layout(self, spec: CacheSpec) -> CacheLayout:
         """Say how the backend would store a layer with that cache, at this engine's block size.

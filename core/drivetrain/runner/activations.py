@@ -5,6 +5,7 @@ Counted on ``Layer.forward``, ``Attention.forward`` and ``Sampler.run``: a chang
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,8 @@ class StepSizes:
 
     ``reference_draw``: whether draws run on the reference, whose noise is computed for every token; ``filters``:
     whether the scaled logits of a backend's own filters are counted, and log-probabilities. ``lean``: no op of the
-    layers runs on the reference, which holds what it computes in float32 too.
+    layers runs on the reference, which holds what it computes in float32 too. ``apart``: of steps of up to so many
+    tokens, the most tokens for which gate and up products lie in memory beside what their activation gives.
     """
 
     tokens: int
@@ -45,6 +47,7 @@ class StepSizes:
     reference_draw: bool
     filters: bool = False
     lean: bool = False
+    apart: Callable[[int], int] = int
 
     @staticmethod
     def of(decoder: Decoder, ops: Ops, config: RunnerConfig) -> StepSizes:
@@ -58,6 +61,7 @@ class StepSizes:
             workspace=max((attention_workspace(group, config) for group in decoder.groups), default=0),
             reference_draw=on_reference(ops, draw),
             lean=not any(choice.provider == "reference" and choice.op in LAYER_OPS for choice in ops.report),
+            apart=ops.gated_apart,
         )
 
 
@@ -77,20 +81,19 @@ def layer_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """Return the bytes of the largest layer's peak, all query tokens at once."""
     if sizes.lean and spec.activation_dtype != "float32":
         size = dtype_bytes(spec.activation_dtype)
-        return (
-            sizes.tokens * max((lean_bytes(layer, spec.hidden, size) for layer in spec.layers), default=0)
-            + sizes.workspace
-        )
+        inside = max((lean_bytes(layer, spec.hidden, size, apart=False) for layer in spec.layers), default=0)
+        apart = max((lean_bytes(layer, spec.hidden, size) for layer in spec.layers), default=0)
+        return max(sizes.tokens * inside, sizes.apart(sizes.tokens) * apart) + sizes.workspace
     elements = max((live_elements(layer, spec.hidden) for layer in spec.layers), default=0)
     return sizes.tokens * elements * _element_bytes(spec) + sizes.workspace
 
 
-def lean_bytes(layer: LayerSpec, hidden: int, size: int) -> int:
+def lean_bytes(layer: LayerSpec, hidden: int, size: int, apart: bool = True) -> int:
     """Return the bytes a token that are live at once at a layer's peak where ops hold nothing but their results.
 
     ``size``: of an element. Beside the carry, the normed input and the new stream (streams are float32) lie in the
     mixer q, k and v, then q and k rotated, and beside those q and k normed, or the result where all of it is one run;
-    in the feed-forward gate and up, the activated half, the output.
+    in the feed-forward gate and up (where they lie ``apart`` from their activation), the activated half, the output.
     """
     mixer, ffn = layer.mixer, layer.ffn
     inner = forward = 0
@@ -99,7 +102,7 @@ def lean_bytes(layer: LayerSpec, hidden: int, size: int) -> int:
         v, out = mixer.num_kv_heads * mixer.v_head_dim, mixer.num_heads * mixer.v_head_dim
         inner = (q + k + v) + (q + k) + (out if mixer.head_norm is None else max(out, q + k))
     if isinstance(ffn, GatedMlp):
-        forward = 3 * ffn.intermediate + hidden
+        forward = (3 if apart else 1) * ffn.intermediate + hidden
     return hidden * (2 * size + 2 * 4) + max(inner, forward) * size
 
 

@@ -212,6 +212,16 @@ def test_many_rows_behind_a_norm_take_its_own_kernel_and_the_product_alone(monke
         assert made.apply(x[:2], None, scale, made.pack(weight, torch.randn(96)))[0].shape == (2, 96)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_gated_products_say_for_which_tokens_they_lie_in_memory(normed):
+    norm = (AddRmsNormSpec(dtype="bfloat16", size=4096, eps=1e-6),) if normed else ()
+    gated = GatedActivationSpec(dtype="bfloat16", size=14336, kind="silu")
+    for bias, found in ((False, {64: 0, 128: 120, 8192: 4872}), (True, {64: 64, 8192: 8192})):
+        spec = linear(dtype="bfloat16", in_features=4096, out_features=28672, bias=bias)
+        made = providers().fuse((*norm, spec, gated)).provided.implementation
+        assert {most: made.apart_tokens(most) for most in found} == found
+
+
 def test_deterministic_ops_all_say_that_a_rows_bits_are_its_own():
     from drivetrain_cuda.ops import Providers
 

@@ -181,3 +181,37 @@ def test_a_watched_product_behind_a_norm_gives_the_sum_too() -> None:
         made.apply(x, x, x[0], None)
     with pytest.raises(DeviceError, match="it has no packed_bytes, pack, apply"):
         ops_of(Claims(claim(marker))).fuse(*run)
+
+
+class Gated(ReferenceLinear):
+    """A gated run's implementation: up to 100 tokens its product lies in memory."""
+
+    said: object = 100
+
+    def apart_tokens(self, most):
+        if isinstance(self.said, Exception):
+            raise self.said
+        return min(self.said, most) if isinstance(self.said, int) and self.said >= 0 else self.said
+
+
+def test_a_gated_run_says_for_which_tokens_its_product_lies_in_memory():
+    implementation = Gated(LINEAR)
+    ops = ops_of(Claims(claim(implementation)))
+    assert ops.gated_apart(4096) == 4096, "nothing is bound yet"
+    ops.fuse(*PRODUCT)
+    assert ops.gated_apart(4096) == 100 and ops.gated_apart(7) == 7
+    for said, text in (
+        (-1, "returned int -1, expected 0 to 50"),
+        ("all", "returned str 'all'"),
+        (ValueError("no"), "no"),
+    ):
+        implementation.said = said
+        with pytest.raises(DeviceError, match="apart_tokens of 'gated'") as refused:
+            ops.gated_apart(50)
+        assert text in str(refused.value)
+
+
+def test_a_gated_run_that_says_nothing_holds_its_product_always():
+    ops = ops_of(Claims(claim()))
+    ops.fuse(*PRODUCT)
+    assert ops.gated_apart(4096) == 4096

@@ -203,3 +203,16 @@ def test_lean_bytes_bound_what_lives(changes) -> None:
     sizes = StepSizes(tokens=10, logits=1, workspace=300, reference_draw=False, lean=True)
     assert layer_bytes(spec, sizes) == 10 * counted + 300
     assert layer_bytes(spec, replace(sizes, lean=False)) > 10 * counted + 300, "references hold more"
+
+
+def test_gate_and_up_count_only_for_the_tokens_whose_products_lie_apart() -> None:
+    _, spec = metered(WIDE)
+    with_them, without = (lean_bytes(spec.layers[1], spec.hidden, 2, apart=apart) for apart in (True, False))
+    inner = spec.layers[1].ffn.intermediate
+    assert with_them - without == 2 * 2 * inner, "the wide product"
+    sizes = StepSizes(tokens=100, logits=1, workspace=300, reference_draw=False, lean=True)
+    assert layer_bytes(spec, replace(sizes, apart=lambda most: 0)) == 100 * without + 300
+    assert layer_bytes(spec, replace(sizes, apart=lambda most: most - 1)) == 99 * with_them + 300
+    few = replace(sizes, apart=lambda most: min(most, 1))
+    assert layer_bytes(spec, few) == 100 * without + 300
+    assert layer_bytes(spec, replace(few, tokens=1)) == with_them + 300

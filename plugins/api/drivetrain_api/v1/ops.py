@@ -60,7 +60,9 @@ class Fused:
 
     The core asks for these runs, and takes only a claim on all of one:
 
-    - (LinearSpec, GatedActivationSpec): a ``Linear`` whose ``apply`` gives the activated [T, size].
+    - (LinearSpec, GatedActivationSpec): a ``Linear`` whose ``apply`` gives the activated [T, size]. It may have
+      ``apart_tokens(most: int) -> int``: the largest T up to ``most`` for which the product [T, 2 size] lies in memory
+      too; 0: none. Without it the memory plan counts it for every T. So may the run below that ends in one.
     - (RopeSpec, AttentionSpec), with an RmsNormSpec before them where heads are normed:
       ``fn(x [T, H + 2 K, D], weight [H + K, D] or None, cos, sin, cache, plan, sinks) -> out [T, H, D]``; x holds
       query, key and value heads; query and key heads are normed and rotated, keys and values stored at the plan's
