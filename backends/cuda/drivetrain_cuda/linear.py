@@ -12,7 +12,7 @@ from drivetrain_api.v1 import AddRmsNormSpec, GatedActivationSpec, LinearSpec, P
 from drivetrain_triton.linear import small_gated, small_linear
 from drivetrain_triton.linear_invariant import invariant_linear
 from drivetrain_triton.linear_normed import normed_linear
-from drivetrain_triton.linear_tiles import is_wide
+from drivetrain_triton.linear_tiles import STREAM_ROWS, is_best_kept, is_wide
 from drivetrain_triton.norms import Norm
 from drivetrain_triton.target import Target
 
@@ -55,6 +55,30 @@ class DeviceLinear:
             wide = torch.mm(x, weight.t(), out_dtype=torch.float32)
             return wide if bias is None else wide + bias
         return functional.linear(x, weight, bias)
+
+
+class GreedyHead:
+    """The head and the draw of greedy rows, whose logits never lie in memory."""
+
+    def __init__(self, spec: LinearSpec, target: Target) -> None:
+        self._spec, self._target = spec, target
+        self._few = most_small_rows(spec.out_features, spec.in_features, target.arch, dtype_bytes(spec.dtype))
+
+    def takes(self, rows: int) -> bool:
+        """Return whether so many rows are drawn sooner without logits."""
+        spec, target = self._spec, self._target
+        outs, inputs, size = spec.out_features, spec.in_features, dtype_bytes(spec.dtype)
+        served = rows <= self._few or rows > STREAM_ROWS
+        return served and is_best_kept(rows, outs, inputs, target.arch, size, target.multiprocessors)
+
+    def best(self, hidden: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [N, in] -> (tokens [N] int32, their logits [N] float32)."""
+        from drivetrain_triton.linear_head import best_tokens  # not everywhere: it needs Triton's Gluon
+
+        weight = packed.data[0]
+        if weight.data_ptr() % 16:  # no allocation begins so: only a view can
+            weight = weight.clone()
+        return best_tokens(hidden, weight, self._target)
 
 
 class InvariantLinear(DeviceLinear):

@@ -10,6 +10,7 @@ from drivetrain_api.v1 import (
     AddRmsNormSpec,
     AttentionSpec,
     Decline,
+    DrawSpec,
     Fused,
     GatedActivationSpec,
     LinearSpec,
@@ -17,16 +18,18 @@ from drivetrain_api.v1 import (
     OpSpec,
     OpTraits,
     Provided,
+    dtype_bytes,
 )
 from drivetrain_triton.attention import provide_attention
 from drivetrain_triton.attention_invariant import provide_invariant
 from drivetrain_triton.attention_rotate import fuse_rotate
+from drivetrain_triton.linear_tiles import streams
 from drivetrain_triton.logprobs import InvariantLogprobs
 from drivetrain_triton.providers import provide_small
 from drivetrain_triton.target import Target
 
 from . import table
-from .linear import DeviceLinear, GatedLinear, InvariantLinear, NormedLinear
+from .linear import DeviceLinear, GatedLinear, GreedyHead, InvariantLinear, NormedLinear
 
 DTYPES = ("bfloat16", "float16", "float32")
 ANY_GRAPH = OpTraits(graph="any")
@@ -61,9 +64,10 @@ class Providers:
         return Provided(implementation=DeviceLinear(spec, self.target), label=label, traits=ANY_GRAPH)
 
     def fuse(self, specs: Sequence[OpSpec]) -> Fused | None:
-        """Claim the gated product, products behind a norm, and all between the q/k/v product and attention.
+        """Claim the gated product, products behind a norm, all between the q/k/v product and attention, and the head
+        with a greedy draw.
 
-        Deterministic: only the last. The others choose their sums by the number of rows.
+        Deterministic: only all between product and attention. The others choose their sums by the number of rows.
         """
         if self.deterministic:
             return fuse_rotate(specs, self.target, invariant=True)
@@ -71,6 +75,8 @@ class Providers:
             return self._normed(specs[0], specs[1:])
         if len(specs) == 2 and isinstance(specs[0], LinearSpec) and isinstance(specs[1], GatedActivationSpec):
             return self._gated(specs[0], specs[1])
+        if len(specs) == 2 and isinstance(specs[0], LinearSpec) and isinstance(specs[1], DrawSpec):
+            return self._greedy(specs[0], specs[1])
         return fuse_rotate(specs, self.target)
 
     def _gated(self, spec: LinearSpec, gated: GatedActivationSpec) -> Fused | None:
@@ -79,6 +85,15 @@ class Providers:
             return None
         implementation: Any = GatedLinear(spec, gated, self.target, alone.implementation)
         label = "native: one kernel for small batches, else cuBLAS and shared Triton"
+        return Fused(count=2, provided=Provided(implementation=implementation, label=label, traits=ANY_GRAPH))
+
+    def _greedy(self, head: LinearSpec, draw: DrawSpec) -> Fused | None:
+        whole = draw.vocabulary == head.out_features and draw.vocabulary_offset == 0 and not head.bias
+        able = streams(self.target.arch, dtype_bytes(head.dtype), head.in_features)
+        if _unable(head) or not whole or not able:
+            return None
+        label = "native: the best of each tile by shared Triton, no logits"
+        implementation: Any = GreedyHead(head, self.target)
         return Fused(count=2, provided=Provided(implementation=implementation, label=label, traits=ANY_GRAPH))
 
     def _normed(self, norm: AddRmsNormSpec, rest: Sequence[OpSpec]) -> Fused | None:

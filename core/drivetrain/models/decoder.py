@@ -9,12 +9,12 @@ import torch
 
 from drivetrain.models.layers import CARRY_NAMES, Layer
 from drivetrain.models.norms import Join, bind_join
-from drivetrain.models.parameters import Constant, Holder, PartContext, Projection, Weight
+from drivetrain.models.parameters import Constant, GreedyHead, Holder, PartContext, Projection, Weight
 from drivetrain.models.rope import inverse_frequencies
 from drivetrain.models.spec import ModelSpec
 from drivetrain.models.step import Angles, Carry, ModelStep, StepView
 from drivetrain.ops import Ops
-from drivetrain_api.v1 import CacheLayout, CacheSpec, EmbeddingSpec, LinearSpec, RopeAnglesSpec, SoftCapSpec
+from drivetrain_api.v1 import CacheLayout, CacheSpec, DrawSpec, EmbeddingSpec, LinearSpec, RopeAnglesSpec, SoftCapSpec
 
 __all__ = ["CacheGroup", "Carry", "Decoder", "ModelStep"]
 
@@ -56,6 +56,7 @@ class Decoder:
         self._head = self._bind_head(ops) if self.last else None
         cap = spec.logit_soft_cap
         self._cap = None if cap is None else ops.bind(SoftCapSpec(dtype="float32", cap=cap))
+        self.greedy = self._bind_greedy(ops)
         self.cache_specs: tuple[CacheSpec | None, ...] = tuple(layer.mixer.cache_spec for layer in self.layers)
         self.groups = self._group(ops)
 
@@ -156,6 +157,14 @@ class Decoder:
         )
         path = "embedding.weight" if spec.tied else "lm_head.weight"
         return Projection(linear, ops.bind(linear), () if tied is not None else ((path,),), tied)
+
+    def _bind_greedy(self, ops: Ops) -> GreedyHead | None:
+        """What gives greedy tokens without logits. None: nothing does, or the model caps them."""
+        if self._head is None or self._cap is not None:
+            return None
+        draw = DrawSpec(dtype="float32", vocabulary=self.spec.vocabulary)
+        run = ops.fuse(self._head.spec, draw)
+        return None if run is None else GreedyHead(run, self._head)
 
     def _group(self, ops: Ops) -> tuple[CacheGroup, ...]:
         """Group the layers by what they keep and by what plans them, in order of first appearance."""

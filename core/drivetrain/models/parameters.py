@@ -7,7 +7,7 @@ the next one is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -145,6 +145,22 @@ class NormedProjection:
         entered: tuple[torch.Tensor, torch.Tensor]
         entered = self._apply(branch, stream, self._weight.value, self._projection.packed)
         return entered
+
+
+class GreedyHead:
+    """The head and the draw of greedy rows in one op, so that their logits need not lie in memory."""
+
+    __slots__ = ("_best", "_head", "takes")
+
+    def __init__(self, run: Any, head: Projection) -> None:
+        """``takes(rows)``: whether so many rows are done so."""
+        self._best, self._head = run.best, head
+        self.takes: Callable[[int], bool] = run.takes
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [N, hidden] -> (tokens [N] int32, their logits [N] float32)."""
+        best: tuple[torch.Tensor, torch.Tensor] = self._best(hidden, self._head.packed)
+        return best
 
 
 class PartContext:

@@ -11,6 +11,7 @@ from drivetrain_api.v1 import (
     AttentionSpec,
     AttentionTraits,
     Decline,
+    DrawSpec,
     Fused,
     LinearSpec,
     OpSpec,
@@ -22,6 +23,7 @@ from drivetrain_api.v1.hooks import ENTRY_POINT_GROUP
 
 ATTENTION = ("plan", "write", "forward")
 LINEAR = ("packed_bytes", "pack", "apply")
+GREEDY_HEAD = ("takes", "best")
 FIX = "report this to the wheel's vendor"
 
 
@@ -44,15 +46,17 @@ def ask(backend: Any, spec: OpSpec) -> Provided | Decline:
     return answer
 
 
-def _problem(spec: OpSpec, answer: Provided) -> str:
+def _problem(spec: OpSpec, answer: Provided, names: Sequence[str] = ()) -> str:
+    """What is wrong with an answer. ``names``: of what it must have in place of what the spec's own providers have."""
     if not isinstance(answer.label, str) or not answer.label:
         return f"gave the label {brief(answer.label)}, expected text"
     if not isinstance(answer.traits, OpTraits):
         return f"gave {answer.label!r} the traits {brief(answer.traits)}, expected OpTraits"
     made = answer.implementation
     what = f"gave {answer.label!r} the implementation {brief(made)}"
-    for kind, names in ((AttentionSpec, ATTENTION), (LinearSpec, LINEAR)):
+    for kind, own in ((AttentionSpec, ATTENTION), (LinearSpec, LINEAR)):
         if isinstance(spec, kind):
+            names = names or own
             missing = [name for name in names if not callable(getattr(made, name, None))]
             if missing:
                 return f"{what}, expected an object with {', '.join(names)}: it has no {', '.join(missing)}"
@@ -80,7 +84,7 @@ def ask_fused(backend: Any, specs: Sequence[OpSpec]) -> Provided | None:
     if answer.count != len(specs):
         return None
     kind = next((spec for spec in specs if isinstance(spec, LinearSpec)), OpSpec(dtype=specs[0].dtype))
-    if problem := _problem(kind, answer.provided):
+    if problem := _problem(kind, answer.provided, GREEDY_HEAD if isinstance(specs[-1], DrawSpec) else ()):
         raise DeviceError(f"{wheel}: fuse({ops}) {problem}; asked for {specs}", fix=FIX)
     return answer.provided
 

@@ -14,7 +14,7 @@ import torch
 from drivetrain.errors import DeviceError
 from drivetrain.ops.provided import FIX, brief, raised
 from drivetrain.ops.reference import REFERENCE
-from drivetrain_api.v1 import AttentionSpec, GatedActivationSpec, LinearSpec, OpSpec, torch_dtype
+from drivetrain_api.v1 import AttentionSpec, DrawSpec, GatedActivationSpec, LinearSpec, OpSpec, torch_dtype
 
 Note = Callable[[DeviceError], None]
 Form = Any  # a text for a tensor, a tuple of forms, or None for what is not looked at
@@ -59,6 +59,9 @@ def _expected(specs: tuple[OpSpec, ...], name: str, given: tuple[Any, ...], name
     """The form of the right result; None where any will do. Plain ops are asked of the reference."""
     spec = specs[0]
     linear = next((each for each in specs if isinstance(each, LinearSpec)), None)
+    if linear is not None and isinstance(specs[-1], DrawSpec):
+        rows = given[0].shape[:1] if name == "best" else ()
+        return (_tensor(rows, torch.int32), _tensor(rows, torch.float32)) if rows else None
     if linear is not None:
         return _product(specs, linear, given) if name == "apply" else None
     if len(specs) > 1:

@@ -12,6 +12,7 @@ from drivetrain_api.v1 import DrawSpec, LogprobsSpec, SamplingInputs
 from drivetrain_api.v1.sampling import STREAM_TARGET
 
 if TYPE_CHECKING:
+    from drivetrain.models.parameters import GreedyHead
     from drivetrain.ops import Ops
     from drivetrain_api.v1 import OpSpec
 
@@ -36,22 +37,38 @@ class Drawn:
 
 
 class Drawer:
-    """Bound draws and log-probabilities over one head."""
+    """Bound draws and log-probabilities over one head, by its logits where anything but greedy tokens is wanted."""
 
     def __init__(
-        self, ops: Ops, *, vocabulary: int, fixed_shapes: bool, logits: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        ops: Ops,
+        *,
+        vocabulary: int,
+        fixed_shapes: bool,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        greedy: GreedyHead | None = None,
     ) -> None:
+        """``greedy``: what gives tokens of greedy rows without their logits."""
         draw = DrawSpec(dtype="float32", vocabulary=vocabulary)
         logprobs = LogprobsSpec(dtype="float32", vocabulary=vocabulary)
         self._draw, self._logprobs = ops.bind(draw), ops.bind(logprobs)
         self._vocabulary = vocabulary
         self._fixed = fixed_shapes
         self._logits = logits
+        self._greedy = greedy
         self._dear_draw, self._dear_logprobs = on_reference(ops, draw), on_reference(ops, logprobs)
+
+    def skips_logits(self, count: int) -> bool:
+        """Return whether ``count`` greedy rows are drawn without their logits, where nothing else wants these."""
+        return self._greedy is not None and self._greedy.takes(count)
 
     def run(self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
         """hidden [N, hidden] -> N draws, and log-probabilities with that many alternatives (None: no report)."""
         count = hidden.shape[0]
+        wanted = not inputs.all_greedy or inputs.mask is not None or alternatives is not None
+        if self._greedy is not None and not wanted and self.skips_logits(count):
+            tokens, best = self._greedy(hidden)
+            return Drawn(tokens=tokens, witness=best, logprobs={})
         step = count if self._fixed else rows_at_once(count, self._vocabulary, LOGIT_BYTES, 4)
         if step == count:
             return self._rows(hidden, inputs, alternatives)

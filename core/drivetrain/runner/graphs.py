@@ -216,8 +216,13 @@ class DecodeGraphs:
             self._chunks[made.shape.tokens] = made
 
     def rehearse(self, plan: StepPlan, batch: BatchArrays) -> None:
-        """Run a bucket's work once and record nothing."""
-        self._make(plan, batch, lambda run: (UNRECORDED, run()))
+        """Run a bucket's work once and record nothing; where greedy rows need no logits, draw also as others do."""
+        made = self._make(plan, batch, lambda run: (UNRECORDED, run()))
+        if self._sampler is not None and self._sampler.skips_logits(batch.shape.rows):
+            part = SampleSet.of_whole(plan.num_rows, batch.rows)
+            part.facts = NON_GREEDY
+            made.sample_set(part)
+            self._sampler.run(part, None)
 
     def _make(self, plan: StepPlan, batch: BatchArrays, record: Recorder) -> Captured:
         passes, shape = self._passes, batch.shape

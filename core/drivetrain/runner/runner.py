@@ -88,6 +88,7 @@ class Runner:
                 drafter=drafter,
                 fixed_shapes=not backend.shapes.dynamic,
                 logits=decoder.logits,
+                greedy=decoder.greedy,
             )
             if config.last
             else None

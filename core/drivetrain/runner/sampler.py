@@ -18,6 +18,7 @@ from drivetrain.runner.rows import DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, TOP_K, T
 from drivetrain_api.v1 import KeepSpec, SamplingInputs, VerifySpec
 
 if TYPE_CHECKING:
+    from drivetrain.models.parameters import GreedyHead
     from drivetrain.ops import Ops
     from drivetrain.runner.batch import SampleArrays
     from drivetrain.runner.staging import Pack
@@ -104,16 +105,22 @@ class Sampler:
         drafter: Drafter | None,
         fixed_shapes: bool,
         logits: Callable[[torch.Tensor], torch.Tensor],
+        greedy: GreedyHead | None = None,
     ) -> None:
+        """``greedy``: what gives tokens of greedy rows without their logits."""
         self._tables = tables
         self._drafter = drafter
         self._fixed = fixed_shapes
         self._vocabulary = vocabulary
         self._greedy: dict[int, SamplingInputs] = {}  # views of the padding row by number of rows
-        self._drawer = Drawer(ops, vocabulary=vocabulary, fixed_shapes=fixed_shapes, logits=logits)
+        self._drawer = Drawer(ops, vocabulary=vocabulary, fixed_shapes=fixed_shapes, logits=logits, greedy=greedy)
         k = tables.shape.max_drafts
         self._keep: Any = ops.bind(KeepSpec(dtype="int32"))
         self._verify: Any = ops.bind(VerifySpec(dtype="int32", max_drafts=k)) if k else None
+
+    def skips_logits(self, rows: int) -> bool:
+        """Return whether so many greedy rows are drawn without their logits."""
+        return self._drawer.skips_logits(rows)
 
     def run(self, part: SampleSet, mask: torch.Tensor | None) -> tuple[RowUpdate, list[torch.Tensor]]:
         """Queue the sampling of one set: draw, verify, update the tables, draft. Never waits.

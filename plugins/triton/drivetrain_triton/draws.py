@@ -19,7 +19,7 @@ from triton import language as tl
 from drivetrain_api.v1 import DrawSpec, SamplingInputs
 
 from .filters import find_limits
-from .keys import LOWEST, joined, key_of, lowest, value_of
+from .keys import LOWEST, joined, key_of, lowest, upper, value_of
 from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
 from .target import Target
@@ -138,14 +138,21 @@ def _kept(score, key, index, limits, min_p, row, rows):
 
 @kernel
 @triton.jit(do_not_specialize=["pieces"])
-def _choose(best, tokens, pieces, OFFSET: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr):
-    """best [N, pieces] -> tokens [N]."""
+def _choose(
+    best, tokens, logits, pieces, OFFSET: tl.constexpr, PIECES: tl.constexpr, TOLD: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """best [N, pieces], PIECES at a time -> tokens [N]; with TOLD also logits [N], those that the keys are of."""
     let_next_begin(OVERLAPS)
     wait_for_earlier(OVERLAPS)
-    row = tl.program_id(0)
-    piece = tl.arange(0, PIECES)
-    key = tl.max(tl.load(best + row * pieces + piece, mask=piece < pieces, other=LOWEST), axis=0)
+    row = tl.program_id(0).to(tl.int64)
+    found = tl.full((PIECES,), LOWEST, tl.int64)
+    for first in range(0, pieces, PIECES):
+        piece = first + tl.arange(0, PIECES)
+        found = tl.maximum(found, tl.load(best + row * pieces + piece, mask=piece < pieces, other=LOWEST))
+    key = tl.max(found, axis=0)
     tl.store(tokens + row, (lowest(key) + OFFSET).to(tl.int32))
+    if TOLD:
+        tl.store(logits + row, value_of(upper(key)))
 
 
 @kernel
@@ -234,9 +241,11 @@ class Draw:
         _choose[(rows,)](
             best,
             tokens,
+            tokens,
             pieces,
             OFFSET=self._spec.vocabulary_offset,
             PIECES=MOST_PIECES,
+            TOLD=False,
             OVERLAPS=self._target.overlaps,
             num_warps=1,
             **self._target.options,
@@ -262,6 +271,16 @@ class Draw:
             **self._target.options,
         )
         return keys
+
+
+def choose_best(best: torch.Tensor, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    """best [N, pieces] int64, joined keys -> (tokens [N] int32, the logits [N] float32 of their keys)."""
+    rows, pieces = best.shape
+    tokens = torch.empty(rows, dtype=torch.int32, device=best.device)
+    logits = torch.empty(rows, dtype=torch.float32, device=best.device)
+    settings = {"OFFSET": 0, "PIECES": TILE, "TOLD": True, "OVERLAPS": target.overlaps, "num_warps": WARPS}
+    _choose[(rows,)](best, tokens, logits, pieces, **settings, **target.options)
+    return tokens, logits
 
 
 def make_draw(spec: DrawSpec, target: Target) -> Callable[[torch.Tensor, SamplingInputs, int], torch.Tensor]:

@@ -2,8 +2,9 @@
 
 A program takes a panel of the weight (of a gated one: half gate, half up rows) and a share of the inputs. Its ring of
 stages is filled with weights before it waits for the kernels ahead, since weights never change; then come the rows. The
-weight is the product's left side, so that the few tokens fill the narrow side of the matrix unit. Written in Gluon,
-which lets a program order its copies itself; for compute capability 9.0.
+weight is the product's left side, so that the few tokens fill the narrow side of the matrix unit. Where results are
+int64 a panel leaves one key for each token in place of its results (``linear_head``). Written in Gluon, which lets a
+program order its copies itself; for compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -18,10 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
+from drivetrain_triton import keys
 from drivetrain_triton.launch import kernel
 
 together = getattr(gl, "barrier", None) or gl.thread_barrier  # the older name is Triton 3.6's
-
+key_of, joined = gluon.jit(keys.key_of.fn), gluon.jit(keys.joined.fn)
+WITH_NAN = gl.constexpr(tl.PropagateNan.ALL)
+PAST = gl.constexpr(0x7FFFFFFF)
 
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -125,14 +130,49 @@ def halves_of(total, num_warps: gl.constexpr):
 
 
 @gluon.jit
+def larger(a, b):
+    """The larger of two; NaN where one is."""
+    return gl.maximum(a, b, propagate_nan=WITH_NAN)
+
+
+@gluon.jit
+def lower(a, b):
+    """The lower of two numbers."""
+    return gl.minimum(a, b)
+
+
+@gluon.jit
+def best_of(total, first, N, AXIS: gl.constexpr):
+    """Keys int64 of the best along one axis of logits, whose columns begin at ``first`` and count below N: the largest,
+    NaN above all, ties to the lowest. Two passes of 32 bits: twice as many registers would not be there."""
+    layout: gl.constexpr = gl.SliceLayout(1 - AXIS, total.type.layout)
+    columns = gl.expand_dims(first + gl.arange(0, total.shape[AXIS], layout=layout), 1 - AXIS)
+    score = gl.where(columns < N, total, float("-inf"))
+    top = gl.reduce(score, AXIS, larger)
+    same = (score == gl.expand_dims(top, AXIS)) | (score != score)
+    return joined(key_of(top), gl.reduce(gl.where(same, columns, PAST), AXIS, lower))
+
+
+@gluon.jit
+def store_best(found, out, tile, tiles, block, M):
+    """Write found [tokens] to out [M, tiles], column ``tile``."""
+    tokens: gl.constexpr = found.shape[0]
+    rows = block * tokens + gl.arange(0, tokens, layout=found.type.layout)
+    gl.store(out + rows.to(gl.int64) * tiles + tile, found, mask=rows < M)
+
+
+@gluon.jit
 def write_out(total, bias, out, first, block, M, N, dtype: gl.constexpr, HAS_BIAS: gl.constexpr, KIND: gl.constexpr,
               num_warps: gl.constexpr):  # fmt: skip
-    """Write a panel's sums, gated if they are; roundings as by separate kernels."""
-    if KIND != "":
-        gate, up = halves_of(total, num_warps)
-        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-        total = activated(gate, KIND).to(dtype).to(gl.float32) * up
-    store_panel(total, bias, out, first, block, M, N, HAS_BIAS, num_warps)
+    """Write a panel's sums, gated if they are, roundings as by separate kernels; or the best key of each token."""
+    if out.dtype.element_ty == gl.int64:
+        store_best(best_of(total, first, N, 0), out, gl.program_id(0), gl.num_programs(0), block, M)
+    else:
+        if KIND != "":
+            gate, up = halves_of(total, num_warps)
+            gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+            total = activated(gate, KIND).to(dtype).to(gl.float32) * up
+        store_panel(total, bias, out, first, block, M, N, HAS_BIAS, num_warps)
 
 
 @kernel
@@ -162,6 +202,7 @@ def stream_products(
     ``weight`` describes [rows, K] in boxes of a panel (gated: half of one) by BLOCK_K, ``x`` [M, K] in boxes [BLOCK_M,
     BLOCK_K]; both give zeros outside. With KIND weight rows are N gate rows, then N up rows. Shares of a panel meet in
     partial (float32) and are counted in arrivals, zero before and after; the last to arrive adds all in their order.
+    Of type int64, out is [M, panels]: the best key of each (``best_of``).
     """
     if OVERLAPS:
         cuda.gdc_launch_dependents()

@@ -129,29 +129,36 @@ def send(total, out, results, row, column, KIND: gl.constexpr):
 
 
 @gluon.jit
+def sums_of(panels, rows, full, empty, stage, phase, steps, WHICH: gl.constexpr, STAGES: gl.constexpr):
+    """One tile's sums [HALF, PANEL] of tokens WHICH * HALF on, and where in the ring the next tile begins."""
+    PANEL: gl.constexpr = panels.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PANEL, 16])
+    total = gl.zeros([HALF, PANEL], gl.float32, layout)
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        total = hopper.warpgroup_mma(
+            rows.index(stage * 2 + WHICH), panels.index(stage).permute((1, 0)), total, is_async=True
+        )
+        total = hopper.warpgroup_mma_wait(1, deps=[total])
+        before = gl.where(stage == 0, STAGES - 1, stage - 1)
+        mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+        wrapped = stage + 1 == STAGES
+        stage = gl.where(wrapped, 0, stage + 1)
+        phase = gl.where(wrapped, phase ^ 1, phase)
+    total = hopper.warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+    return total, stage, phase
+
+
+@gluon.jit
 def multiply(out, panels, rows, full, empty, results, program, programs, count, steps, token_tiles, weight_tiles,
              WHICH: gl.constexpr, KIND: gl.constexpr, OUTS: gl.constexpr, GROUP: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """A group of four warps: tokens WHICH * HALF on of ``count`` tiles."""
-    PANEL: gl.constexpr = panels.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PANEL, 16])
     stage = program * 0
     phase = program * 0
     for number in range(count):
-        total = gl.zeros([HALF, PANEL], gl.float32, layout)
-        for step in range(steps):
-            mbarrier.wait(full.index(stage), phase)
-            total = hopper.warpgroup_mma(
-                rows.index(stage * 2 + WHICH), panels.index(stage).permute((1, 0)), total, is_async=True
-            )
-            total = hopper.warpgroup_mma_wait(1, deps=[total])
-            before = gl.where(stage == 0, STAGES - 1, stage - 1)
-            mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
-            wrapped = stage + 1 == STAGES
-            stage = gl.where(wrapped, 0, stage + 1)
-            phase = gl.where(wrapped, phase ^ 1, phase)
-        total = hopper.warpgroup_mma_wait(0, deps=[total])
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+        total, stage, phase = sums_of(panels, rows, full, empty, stage, phase, steps, WHICH, STAGES)
         block, panel = tile_place(program + number * programs, token_tiles, weight_tiles, GROUP)
         send(total, out, results, block * (2 * HALF) + WHICH * HALF, panel * OUTS, KIND)
     tma.store_wait(0)

@@ -79,6 +79,8 @@ class FakeSpec:
 class FakeDecoder:
     """Layer 0 keeps all tokens, layer 1 a window of them. Hidden sums live in the carry's ``residual``."""
 
+    greedy = None
+
     def __init__(self, backend, *, vocabulary: int = 97, window: int = 20, block_tokens: int = 16, layers=(0, 1)):
         self.spec = FakeSpec(vocabulary)
         self.window = window

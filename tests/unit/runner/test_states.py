@@ -28,6 +28,8 @@ class StatePlanner:
 class StateDecoder:
     """One attention layer of the fake model, and one layer whose state is state * 3 + embedding, modulo 61."""
 
+    greedy = None
+
     def __init__(self, backend) -> None:
         size = backend.storage.block_tokens[0]
         self._attention = FakeDecoder(backend, vocabulary=VOCABULARY, block_tokens=size, layers=(0,))

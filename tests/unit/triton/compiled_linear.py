@@ -1,6 +1,6 @@
 """Compiles the linears of the table for one chip without a device, and prints a line of JSON for each kernel.
 
-    python -m tests.unit.triton.compiled_linear 90 [normed | wide]
+    python -m tests.unit.triton.compiled_linear 90 [normed | wide | head]
 
 A process of its own: in the tests' process the same kernels are interpreted.
 """
@@ -23,7 +23,7 @@ from drivetrain_triton import linear, linear_normed, linear_normed_tiles
 from drivetrain_triton.linear_tiles import choose
 from drivetrain_triton.target import Target
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 SHAPES = ((4096, 4096, ""), (28672, 4096, "silu"), (1024, 3072, ""))
 NORMED = ((4096, 1024, ""), (6144, 1024, "silu"), (6144, 4096, ""), (28672, 4096, "silu"), (96, 264, ""))
 
@@ -75,6 +75,18 @@ def wide_calls(arch):
         yield rows, (6144, 1024, kind), wide_call(x, weight, out, kind, target)
 
 
+def head_calls(arch):
+    """(rows, shape, call) of heads without logits."""
+    from drivetrain_triton import linear_head  # it needs Triton's Gluon
+
+    target = Target(kind="cuda", arch=arch, multiprocessors=132, shared_bytes=0, overlaps=True)
+    for vocabulary, inputs in ((151936, 1024), (128256, 4096), (1000, 1024)):
+        for rows in (2, 16, 32, 64, 65, 1000):
+            x, weight = (torch.empty(size, inputs, dtype=torch.bfloat16, device="meta") for size in (rows, vocabulary))
+            best = linear_head.empty_best(x, weight, target)
+            yield rows, (vocabulary, inputs, ""), linear_head.best_call(x, weight, best, target)
+
+
 def compile_call(call, arch, plain=("M",)):
     names, signature, attributes = call.kernel.arg_names, {}, {}
     for index, (name, value) in enumerate(zip(names, call.args, strict=False)):
@@ -118,7 +130,7 @@ def order(ptx):
 def main():
     arch, seen = int(sys.argv[1]), set()
     calls = ((rows, shape, call_of(rows, shape, arch)) for shape in SHAPES for rows in (1, 2, 8, 64))
-    calls = {"normed": normed_calls, "wide": wide_calls}[sys.argv[2]](arch) if sys.argv[2:] else calls
+    calls = {"normed": normed_calls, "wide": wide_calls, "head": head_calls}[sys.argv[2]](arch) if sys.argv[2:] else calls
     for rows, shape, call in calls:
         types = tuple(one.dtype for one in call.args if isinstance(one, torch.Tensor))
         key = (call.kernel.__name__, types, *sorted(call.options.items()))
@@ -131,7 +143,7 @@ def main():
         facts = {"kernel": call.kernel.__name__, "shape": shape, "rows": rows, "registers": registers}
         facts |= {"stack": stack, "shared": compiled.metadata.shared, "wgmma": "wgmma.mma_async" in ptx}
         facts |= {"wide": ".v4.b32" in ptx, "copies": "cp.async.bulk.tensor" in ptx}
-        if shape[2] and rows > 64:
+        if rows > 64:
             code = said_of("-sass", compiled.asm["cubin"])
             facts |= {"products": code.count("HGMMA."), "waits": code.count("WARPGROUP.DEPBAR")}
         print(json.dumps(facts | order(ptx)))

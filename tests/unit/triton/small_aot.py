@@ -76,7 +76,9 @@ def draw_kernels():
     ):
         settings = {"V": VOCABULARY, "OFFSET": 0, "GREEDY": greedy, "MASKED": False, "FILTERED": filtered}
         yield name, draws._scan, signature | {"logits": dtype}, settings | {"TILE": draws.TILE}, draws.WARPS
-    yield "choose", draws._choose, {"best": I64, "tokens": I32, "pieces": "i32"}, {"OFFSET": 0, "PIECES": 128}, 1
+    signature = {"best": I64, "tokens": I32, "logits": F32, "pieces": "i32"}
+    yield "choose", draws._choose, signature | {"logits": I32}, {"OFFSET": 0, "PIECES": 128, "TOLD": False}, 1
+    yield "choose_best", draws._choose, signature, {"OFFSET": 0, "PIECES": draws.TILE, "TOLD": True}, draws.WARPS
     signature = {"logits": BF16, "temperature": F32, "mask": I32, "keys": I32, "logits_stride": "i32"}
     settings = {"V": VOCABULARY, "MASKED": True, "TILE": draws.TILE}
     yield "scale", draws._scale, signature | {"mask_stride": "i32"}, settings, draws.WARPS

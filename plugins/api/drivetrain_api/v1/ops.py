@@ -71,6 +71,10 @@ class Fused:
     - (AddRmsNormSpec, LinearSpec), with a GatedActivationSpec after them in a feed-forward: a ``Linear`` whose
       ``apply(x [T, size], residual [T, size] or None, weight [size], packed) -> (product, total)`` norms by ``weight``
       before it multiplies. A residual of None: total is x in float32.
+    - (LinearSpec of the head, DrawSpec): an object with ``best(hidden [N, in], packed) -> (tokens [N] int32, logits [N]
+      float32)``: of each row the token that a greedy draw without a mask takes, and its logit, which is NaN where any
+      of the row's is. Logits of other tokens need not lie in memory. ``packed``: by the ``Linear`` that is bound by
+      itself. ``takes(rows: int) -> bool`` says for which N it is called; the others are multiplied, then drawn.
     """
 
     count: int
