@@ -18,6 +18,7 @@ from drivetrain.ops.reference.dense import ReferenceLinear
 from drivetrain_api.v1 import (
     AddRmsNormSpec,
     AttentionSpec,
+    DrawSpec,
     Fused,
     GatedActivationSpec,
     LinearSpec,
@@ -34,6 +35,7 @@ GATED, ENTRY, NORMED = (
     (RmsNormSpec, RopeSpec, AttentionSpec),
 )
 FIRST, FIRST_GATED = (AddRmsNormSpec, LinearSpec), (AddRmsNormSpec, LinearSpec, GatedActivationSpec)
+GREEDY = (LinearSpec, DrawSpec)
 LENGTH, STEPS = 29, 12
 FAMILIES = {"llama": ENTRY, "llama-biases": ENTRY, "qwen3": NORMED, "gemma3": NORMED}
 
@@ -107,7 +109,7 @@ class Claiming:
 
     def fuse(self, specs):
         kinds = tuple(type(spec) for spec in specs)
-        assert kinds in (GATED, ENTRY, NORMED, FIRST, FIRST_GATED), "no other run is asked for"
+        assert kinds in (GATED, ENTRY, NORMED, FIRST, FIRST_GATED, GREEDY), "no other run is asked for"
         if kinds not in self.claimed:
             return None
         if kinds in (FIRST, FIRST_GATED):

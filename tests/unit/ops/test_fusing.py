@@ -11,12 +11,13 @@ from drivetrain.errors import ConfigError, DeviceError
 from drivetrain.ops import Ops
 from drivetrain.ops.provided import ask_fused
 from drivetrain.ops.reference.dense import ReferenceLinear
-from drivetrain_api.v1 import AddRmsNormSpec, Fused, GatedActivationSpec, OpTraits, Provided, RopeSpec
+from drivetrain_api.v1 import AddRmsNormSpec, DrawSpec, Fused, GatedActivationSpec, OpTraits, Provided, RopeSpec
 from tests.unit.ops.test_facade import LINEAR, NORM, attention, backend, marker, refuses
 
 GATED = GatedActivationSpec(dtype="float32", size=1, kind="silu")
 ROPE = RopeSpec(dtype="float32", head_dim=8, rotary_dim=8)
 PRODUCT = (LINEAR, GATED)
+HEAD = replace(LINEAR, role="lm_head"), DrawSpec(dtype="float32", vocabulary=LINEAR.out_features)
 
 
 class Claims:
@@ -100,6 +101,7 @@ def test_deterministic_takes_invariant_runs_only() -> None:
         (lambda s: claim(marker), PRODUCT, "it has no packed_bytes, pack, apply"),
         (lambda s: claim(label=None), PRODUCT, "gave the label None, expected text"),
         (lambda s: claim(traits=5), PRODUCT, "the traits int 5, expected OpTraits"),
+        (lambda s: claim(), HEAD, "expected an object with takes, best: it has no takes, best"),
         (lambda s: claim(5, count=3), None, "the implementation int 5, expected a callable"),
     ],
 )
@@ -215,3 +217,22 @@ def test_a_gated_run_that_says_nothing_holds_its_product_always():
     ops = ops_of(Claims(claim()))
     ops.fuse(*PRODUCT)
     assert ops.gated_apart(4096) == 4096
+
+
+def test_a_watched_head_gives_tokens_and_their_logits() -> None:
+    class Head:
+        def takes(self, rows):
+            return rows > 1
+
+        def best(self, hidden, packed):
+            return torch.zeros(len(hidden), dtype=torch.int32), torch.zeros(len(hidden), dtype=kind)
+
+    ops, kind = ops_of(Claims(claim(Head()))), torch.float32
+    ops.fuse(*HEAD)
+    watched = ops.watched()
+    head = watched.fuse(*HEAD)
+    assert head.takes(2) and not head.takes(1)
+    assert [each.shape for each in head.best(torch.ones(3, 8), None)] == [(3,), (3,)] and not watched.failures
+    kind = torch.bfloat16
+    with pytest.raises(DeviceError, match=r"best returned \(int32 \[3\], bfloat16 \[3\]\), expected .*float32 \[3\]"):
+        head.best(torch.ones(3, 8), None)
