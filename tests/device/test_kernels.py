@@ -13,10 +13,12 @@ from drivetrain_api.v1 import (
     CachePart,
     CacheSpec,
     Decline,
+    DrawSpec,
     GatedActivationSpec,
     LinearSpec,
     RmsNormSpec,
     RopeSpec,
+    SamplingInputs,
 )
 from drivetrain_triton.attention_choice import Stream, Tiles
 
@@ -258,3 +260,88 @@ def test_gated_products_of_many_rows(backend, rows, outs, ins, dtype, kind):
         want = act(gate.double()).to(number).double() * up.double()
         got = fused.apply(x, fused.pack(weight, None))
         torch.testing.assert_close(got.double(), want, rtol=3e-2, atol=2e-2)
+
+
+def head_of(backend, vocabulary: int, ins: int, dtype: str):
+    """(the claim on a head and a greedy draw, the head alone, the draw alone)"""
+    spec = LinearSpec(dtype=dtype, in_features=ins, out_features=vocabulary, role="lm_head", tied=True)
+    draw = DrawSpec(dtype="float32", vocabulary=vocabulary)
+    claim = backend.fuse((spec, draw))
+    if claim is None:
+        pytest.skip("not one op here")
+    return claim.provided.implementation, bound(backend, spec), bound(backend, draw)
+
+
+def greedy(rows: int, device: torch.device) -> SamplingInputs:
+    each = torch.zeros(rows, device=device)
+    facts = {"all_greedy": True, "any_top_k": False, "any_top_p": False, "any_min_p": False}
+    return SamplingInputs(temperature=each, top_k=each.int(), top_p=each + 1, min_p=each, seed=each.long(),
+                          position=each.int(), sample=each.int(), mask=None, **facts)  # fmt: skip
+
+
+def best_twice(head, x, packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is written over the highest keys, twice alike."""
+    torch.use_deterministic_algorithms(True)  # new tensors hold NaN, or the largest number
+    try:
+        (tokens, logits), again = head.best(x, packed), head.best(x, packed)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tokens.dtype == torch.int32 and logits.dtype == torch.float32 and len(tokens) == len(logits) == len(x)
+    assert torch.equal(tokens, again[0]) and torch.equal(logits.nan_to_num(7.0), again[1].nan_to_num(7.0))
+    return tokens.long(), logits
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 64, 65, 256, 1000])
+@pytest.mark.parametrize(
+    ("vocabulary", "ins", "dtype"),
+    [(1000, 264, "bfloat16"), (1000, 1024, "float16"), (151936, 1024, "bfloat16"), (128256, 520, "bfloat16")],
+)
+def test_greedy_tokens_without_logits(backend, vocabulary, ins, dtype, rows):
+    """Against float64; up to 64 rows bit by bit those of the product and the draw apart."""
+    device, number = backend.device.device, getattr(torch, dtype)
+    head, linear, draw = head_of(backend, vocabulary, ins, dtype)
+    weight = (torch.randn(vocabulary, ins, device=device) * ins**-0.5).to(number)
+    packed, wide = linear.pack(weight, None), torch.randn(rows, ins + 24, device=device).to(number)
+    for x in (wide[:, :ins].contiguous(), wide[:, 8 : 8 + ins], wide[:, 3 : 3 + ins]):
+        right = x.double() @ weight.double().T
+        (first, second), place = right.topk(2).values.unbind(1), right.argmax(1)
+        tokens, logits = best_twice(head, x, packed)
+        chosen = right.gather(1, tokens[:, None])[:, 0]
+        assert ((first - chosen) <= 1e-3 * first.abs()).all()
+        clear = first - second > 1e-3 * first.abs()
+        assert clear.any() and torch.equal(tokens[clear], place[clear])
+        torch.testing.assert_close(logits.double(), chosen, rtol=1e-3, atol=1e-3)
+        if rows <= 64:
+            apart = linear.apply(x, packed)
+            assert torch.equal(tokens, draw(apart, greedy(rows, device), 0).long())
+            assert torch.equal(logits, apart.gather(1, tokens[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("rows", [2, 8, 33, 64, 65, 200])
+@pytest.mark.parametrize("vocabulary", [40, 1000, 151936])
+def test_greedy_tokens_of_odd_logits(backend, vocabulary, rows):
+    """Ties, rows without a number, infinite and negative logits; the vocabulary's end is within a tile."""
+    ins, device = 72, backend.device.device
+    head, linear, _ = head_of(backend, vocabulary, ins, "bfloat16")
+    weight = (torch.randn(vocabulary, ins, device=device) * 0.1).bfloat16()
+    weight[:, 0] = 1.0
+    first, same = vocabulary // 3, (vocabulary // 3, vocabulary // 3 + 1, vocabulary // 2, vocabulary - 1)
+    weight[list(same), 1:] = weight[first, 1:].sign() * 0.5
+    packed, x = linear.pack(weight, None), torch.randn(rows, ins, device=device).bfloat16()
+    last, odd = rows - 1, x.clone()
+    x[:, 0] = 0.0
+    x[last] = weight[first].sign() * 2.0
+    tokens, logits = best_twice(head, x, packed)
+    assert int(tokens[last]) == first and logits.isfinite().all(), "of equal ones the lowest"
+    x[:, 0] = -300.0
+    tokens, logits = best_twice(head, x, packed)
+    assert (logits < -100.0).all() and (tokens < vocabulary).all() and int(tokens[last]) == first
+    odd[last], odd[last, 0], odd[0] = 0.0, float("-inf"), float("nan")
+    tokens, logits = best_twice(head, odd, packed)
+    assert tokens[[0, last]].tolist() == [0, 0] and logits[0].isnan() and logits[last] == float("-inf")
+    assert logits[1:last].isfinite().all()
+    weight[vocabulary - 2, 5] = float("inf")
+    x[:, 5], x[last, 5] = 1.0, 0.0
+    tokens, logits = best_twice(head, x, packed)
+    assert (tokens == vocabulary - 2).all(), "a logit that is no number is above all"
+    assert logits[last].isnan() and torch.isposinf(logits[:last]).all()

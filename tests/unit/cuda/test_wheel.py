@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from drivetrain_api.v1 import (
     ConfigView,
     Decline,
     DeviceRecord,
+    DrawSpec,
     GatedActivationSpec,
     LinearSpec,
     LogprobsSpec,
@@ -182,6 +184,35 @@ def test_a_norm_is_claimed_with_the_product_behind_it_while_rows_are_short(monke
     assert most == [2, 1, 1, 0]
     monkeypatch.setattr(table, "most_normed_rows", lambda *shape: 0)
     assert given.fuse((norm, linear())) is None
+
+
+def test_the_head_is_claimed_with_a_greedy_draw_where_bulk_copies_bring_it():
+    from drivetrain_cuda.ops import Providers
+
+    head, draw = linear(role="lm_head", out_features=1000), DrawSpec(dtype="float32", vocabulary=1000)
+    for tied in (False, True):
+        claim = providers().fuse((replace(head, tied=tied), draw))
+        assert claim.count == 2 and "no logits" in claim.provided.label and claim.provided.traits.graph == "any"
+        assert not claim.provided.traits.batch_invariant
+    made = claim.provided.implementation
+    assert [rows for rows in (0, 1, 2, 3, 64, 65, 1000) if made.takes(rows)] == [2, 3, 64]
+    huge = 1 << 19
+    large = linear(role="lm_head", out_features=huge, in_features=512)
+    made = providers().fuse((large, DrawSpec(dtype="float32", vocabulary=huge))).provided.implementation
+    assert [rows for rows in (1, 2, 64, 65, 256) if made.takes(rows)] == [65, 256], (
+        "few rows of a huge one are the library's"
+    )
+    for other in (
+        (head, replace(draw, vocabulary=999)),
+        (head, replace(draw, vocabulary_offset=8)),
+        (replace(head, bias=True), draw),
+        (replace(head, dtype="float32"), draw),
+        (replace(head, in_features=65), draw),
+        (replace(head, quant=QuantSpec(scheme="int4", bits=4)), draw),
+    ):
+        assert providers().fuse(other) is None, other
+    assert Providers(target=replace(SM90, arch=100)).fuse((head, draw)) is None
+    assert Providers(target=SM90, deterministic=True).fuse((head, draw)) is None
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -130,7 +130,8 @@ def order(ptx):
 def main():
     arch, seen = int(sys.argv[1]), set()
     calls = ((rows, shape, call_of(rows, shape, arch)) for shape in SHAPES for rows in (1, 2, 8, 64))
-    calls = {"normed": normed_calls, "wide": wide_calls, "head": head_calls}[sys.argv[2]](arch) if sys.argv[2:] else calls
+    others = {"normed": normed_calls, "wide": wide_calls, "head": head_calls}
+    calls = others[sys.argv[2]](arch) if sys.argv[2:] else calls
     for rows, shape, call in calls:
         types = tuple(one.dtype for one in call.args if isinstance(one, torch.Tensor))
         key = (call.kernel.__name__, types, *sorted(call.options.items()))

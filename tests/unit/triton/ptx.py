@@ -200,6 +200,17 @@ class Machine:
                 low, high = rows[:, lane // 4, 2 * (lane % 4)], rows[:, lane // 4, 2 * (lane % 4) + 1]
             self.set(goal, (low.astype(U32) | (high.astype(U32) << U32(16))).reshape(-1), mask)
 
+    def do_stmatrix(self, operation, parts, args, mask):
+        names, lane = arguments(args[1][1:-1]), np.arange(32)
+        places = self.address(args[0]).reshape(-1, 32)[:, : 8 * len(names)].reshape(-1, len(names), 8)
+        for number, name in enumerate(names):
+            pairs = self.get(name).view(np.uint16).reshape(-1, 32, 2)
+            for each in range(2):
+                row, column = lane // 4, 2 * (lane % 4) + each
+                row, column = (column, row) if "trans" in parts else (row, column)
+                at = places[:, number, row] + 2 * column
+                self.shared[at[..., None] + np.arange(2)] = pairs[..., each, None].view(np.uint8)
+
     def do_mma(self, operation, parts, args, mask):
         goals, left, right, sums = (arguments(arg[1:-1]) for arg in args)
         group, inner, warps = np.arange(32) // 4, np.arange(32) % 4, self.threads // 32
@@ -295,6 +306,8 @@ class Machine:
                 "cvt.rn.f32.s32": lambda: self.get(args[1]).view(np.int32).astype(np.float32).view(U32),
                 "cvt.s64.s32": lambda: self.get(args[1]).view(np.int32).astype(np.int64).view(U64),
                 "cvt.u64.u32": lambda: self.get(args[1]).astype(U64),
+                "cvt.u32.u16": lambda: self.get(args[1], 16).astype(U32),
+                "cvt.u16.u32": lambda: self.get(args[1]).astype(np.uint16),
                 "cvt.u32.u64": lambda: self.get(args[1], 64).astype(U32),
             }[operation]()
         self.set(args[0], value, mask)
@@ -302,7 +315,8 @@ class Machine:
     def do_setp(self, operation, parts, args, mask):
         a, b = self.operands(parts[-1], args[1:])
         compare = {"lt": a < b, "gt": a > b, "eq": a == b, "ne": a != b, "ge": a >= b, "le": a <= b,
-                   "neu": a != b, "leu": ~(a > b), "gtu": ~(a <= b), "ltu": ~(a >= b), "geu": ~(a < b)}  # fmt: skip
+                   "neu": a != b, "leu": ~(a > b), "gtu": ~(a <= b), "ltu": ~(a >= b), "geu": ~(a < b),
+                   "nan": (a != a) | (b != b), "num": (a == a) & (b == b), "equ": ~((a < b) | (a > b))}  # fmt: skip
         self.set(args[0], compare[parts[1]], mask)
 
     def do_selp(self, operation, parts, args, mask):
@@ -325,7 +339,9 @@ class Machine:
             a, b = (each.astype(np.int64) for each in self.operands(kind, args[1:3]))
             value = a * b + (self.get(args[3], 64).view(np.int64) if name == "mad" else 0)
             return self.set(args[0], value.view(U64), mask)
-        if name in ("shl", "shr"):
+        if name in ("max", "min") and "NaN" in parts:
+            value = {"max": np.maximum, "min": np.minimum}[name](*self.operands(kind, args[1:]))
+        elif name in ("shl", "shr"):
             (a,), count = self.operands(kind, args[1:2]), self.get(args[2])
             value = a << count.astype(a.dtype) if name == "shl" else a >> count.astype(a.dtype)
         elif name == "bfe":
