@@ -38,10 +38,12 @@ INVARIANT = OpTraits(batch_invariant=True, graph="any")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Providers:
-    """Answers ``Backend.provide`` and ``Backend.fuse``. ``deterministic``: a row's bits must be its own."""
+    """Answers ``Backend.provide`` and ``Backend.fuse``. ``deterministic``: a row's bits must be its own;
+    ``greedy_head``: the head and a greedy draw are one."""
 
     target: Target
     deterministic: bool = False
+    greedy_head: bool = True
 
     def provide(self, spec: OpSpec) -> Provided | Decline:
         """Return this backend's implementation of a spec, or say why there is none."""
@@ -90,7 +92,7 @@ class Providers:
     def _greedy(self, head: LinearSpec, draw: DrawSpec) -> Fused | None:
         whole = draw.vocabulary == head.out_features and draw.vocabulary_offset == 0 and not head.bias
         able = streams(self.target.arch, dtype_bytes(head.dtype), head.in_features)
-        if _unable(head) or not whole or not able:
+        if not self.greedy_head or _unable(head) or not whole or not able:
             return None
         label = "native: the best of each tile by shared Triton, no logits"
         implementation: Any = GreedyHead(head, self.target)

@@ -51,6 +51,13 @@ OPTIONS = (
         default="on",
         choices=("on", "off"),
     ),
+    OptionSpec(
+        key="greedy_head",
+        kind="str",
+        help="draw greedy rows inside the head's product (compiled and checked on a host, not yet run on a card)",
+        default="off",
+        choices=("on", "off"),
+    ),
 )
 
 

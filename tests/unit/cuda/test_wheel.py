@@ -355,3 +355,12 @@ def test_what_another_engine_of_the_process_holds_is_in_use(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     found = CudaMemory(torch_runtime("cpu")).baseline()
     assert (found.context, found.others, found.total) == (35 + CODE_BYTES, 0, 100)
+
+
+def test_the_head_and_a_greedy_draw_are_one_only_where_that_is_asked_for():
+    from drivetrain_cuda.ops import Providers
+
+    run = (linear(role="lm_head"), DrawSpec(dtype="float32", vocabulary=linear().out_features))
+    assert Providers(target=SM90).fuse(run) is not None
+    assert Providers(target=SM90, greedy_head=False).fuse(run) is None
+    assert next(one for one in plugin.backend_info().options if one.key == "greedy_head").default == "off"
