@@ -14,6 +14,7 @@ from drivetrain_api.v1 import (
     ConfigView,
     PlanSummary,
     Problem,
+    Unavailable,
     torch_runtime,
     torch_storage,
 )
@@ -30,12 +31,13 @@ SLOTS = "int32"
 MOST_ROWS = 65535
 
 
-def open_backend(index: int, view: ConfigView) -> Backend:
-    """Open one card. RuntimeError when this torch was built without CUDA or can't use the card."""
+def open_backend(index: int, view: ConfigView) -> Backend | Unavailable:
+    """Open one card. Unavailable when this torch was built without CUDA or can't use the card."""
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"built for CUDA {built}, which the driver here does not run" if built else "built without CUDA"
-        raise RuntimeError(f"torch {torch.__version__} is {why}; install a CUDA build that fits the driver")
+        fix = "install a CUDA build of torch that fits the driver"
+        return Unavailable(reason=f"torch {torch.__version__} is {why}", fix=fix)
     torch.cuda.set_device(index)
     shrinking = None if view.options.get("give_back") == "off" else partial(shrinkable, index)
     runtime = torch_runtime("cuda", index, host=page_locked, free_host=unlock_unused, shrinkable=shrinking)

@@ -33,7 +33,13 @@ class Card:
 
 def cards() -> list[Card]:
     """Return every device that the driver shows this process. DriverError when it can't say."""
-    driver = load()
+    try:
+        return _cards(load())
+    except AttributeError as error:  # a call that this driver's library does not have
+        raise DriverError(f"this CUDA driver is too old: {error}", "update NVIDIA's driver") from error
+
+
+def _cards(driver: ctypes.CDLL) -> list[Card]:
     check(driver, "cuInit", driver.cuInit(0))
     count = ctypes.c_int()
     check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))

@@ -52,10 +52,10 @@ class CudaGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = run()
+                graph.capture_end()
             except BaseException:
                 self._abandon(graph)
                 raise
-            graph.capture_end()
         return CudaGraph(graph), result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:

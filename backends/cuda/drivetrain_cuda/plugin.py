@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from threading import Thread
 
 from drivetrain_api.v1 import (
@@ -111,8 +112,12 @@ class CudaPlugin:
         )
 
     @hookimpl
-    def create(self, devices: Sequence[int], view: ConfigView) -> Backend:
+    def create(self, devices: Sequence[int], view: ConfigView) -> Backend | Unavailable:
         """Open the first device. Its context is made while torch loads."""
+        if find_spec("triton") is None:
+            return Unavailable(
+                reason="Triton is not installed", fix="pip install triton (torch's CUDA builds ask for it)"
+            )
         index = devices[0] if devices else 0
         ahead = Thread(target=make_context, args=(index,), daemon=True)
         ahead.start()

@@ -75,8 +75,16 @@ class Ops:
     def gated_apart(self, tokens: int) -> int:
         """Of steps of up to ``tokens`` tokens, return the most tokens for which any run with a gated activation holds
         gate and up products in memory, as its implementation says; all where one does not say, or there is none."""
-        runs = [b for specs, b in self._fused.items() if b is not None and isinstance(specs[-1], GatedActivationSpec)]
-        return max((self._apart(bound, tokens) for bound in runs), default=tokens)
+        runs = [bound for specs, bound in self._fused.items() if isinstance(specs[-1], GatedActivationSpec)]
+        taken = [bound for bound in runs if bound is not None]
+        # A run that was claimed with a norm before it, or was declined so and claimed without, is asked for twice.
+        if not taken or self._any_apart():
+            return tokens
+        return max(self._apart(bound, tokens) for bound in taken)
+
+    def _any_apart(self) -> bool:
+        """Whether any gated activation is bound by itself: its product lies in memory for every count of tokens."""
+        return any(isinstance(spec, GatedActivationSpec) for spec in self._bound)
 
     def _apart(self, bound: _Bound, tokens: int) -> int:
         method = getattr(bound.implementation, "apart_tokens", None)

@@ -90,6 +90,11 @@ def check_devices(value: Any) -> tuple[DeviceRecord, ...] | Unavailable:
     return records
 
 
+def check_refusal(value: Unavailable) -> Unavailable:
+    """Return why a backend can't be opened. BadAnswer unless reason and fix are texts."""
+    return _fields(value, Unavailable, "create returned")
+
+
 def check_backend(backend: Any) -> None:
     """BadAnswer unless all parts of a ``Backend`` are there and its capabilities and shapes make sense."""
     names = ("capabilities", "shapes", *PARTS, *OPTIONAL, *CALLS)

@@ -14,6 +14,7 @@ from drivetrain.select.checks import (
     check_devices,
     check_environment_answer,
     check_info,
+    check_refusal,
     shown,
 )
 from drivetrain.select.entrypoints import BackendEntry, list_backends
@@ -62,10 +63,13 @@ class LoadedBackend:
         return self._checked(check_devices, self._call("probe"))
 
     def create(self, devices: Sequence[int], view: ConfigView) -> Backend:
-        """Open the devices."""
-        backend: Backend = self._call("create", devices=devices, view=view)
-        self._checked(check_backend, backend)
-        return backend
+        """Open the devices. DeviceError with the backend's own words where it says that it can't."""
+        made: Backend | Unavailable = self._call("create", devices=devices, view=view)
+        if isinstance(made, Unavailable):
+            refusal = self._checked(check_refusal, made)
+            raise DeviceError(f"{self.entry.prefix}: {refusal.reason}", fix=refusal.fix)
+        self._checked(check_backend, made)
+        return made
 
     def _compare(self) -> None:
         """Refuse a backend that says to be another than the one which the installed wheel announces."""

@@ -140,7 +140,7 @@ def is_wide(rows: int, outs: int, inputs: int, arch: int, item_bytes: int, progr
     """Whether ``linear_wide`` takes a gated product of ``rows`` tokens and ``outs`` gate and as many up rows.
 
     Its tiles are large and take equal times, so it pays where they fill whole rounds of ``programs``: on an H200 it
-    beats a product and an activation by 2 to 13 % where its work is useful to the given parts, and loses elsewhere.
+    beats a product and an activation by 1 to 13 % where its work is useful to the given parts, and loses elsewhere.
     """
     if not streams(arch, item_bytes, inputs) or outs % 8 or rows <= STREAM_ROWS:
         return False

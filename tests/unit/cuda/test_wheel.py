@@ -129,8 +129,25 @@ def test_the_context_of_the_device_asked_for_is_made_ahead(monkeypatch, index):
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_is_refused_with_the_way_out():
-    with pytest.raises(RuntimeError, match="built without CUDA; install a CUDA build"):
-        plugin.create([0], ConfigView())
+    said = plugin.create([0], ConfigView())
+    assert "built without CUDA" in said.reason and said.fix == "install a CUDA build of torch that fits the driver"
+
+
+def test_a_missing_triton_is_named(monkeypatch):
+    monkeypatch.setattr("drivetrain_cuda.plugin.find_spec", lambda name: None)
+    assert plugin.create([0], ConfigView()).reason == "Triton is not installed"
+
+
+def test_a_driver_too_old_for_a_call_is_named(monkeypatch):
+    class Old(FakeDriver):
+        def __getattr__(self, name):
+            if name == "cuDeviceGetUuid":
+                raise AttributeError("undefined symbol: cuDeviceGetUuid")
+            return super().__getattr__(name)
+
+    loading(monkeypatch, Old([("Big", 141 << 30, 9, 0)]))
+    said = plugin.probe()
+    assert "cuDeviceGetUuid" in said.reason and said.fix == "update NVIDIA's driver"
 
 
 def providers():
@@ -345,6 +362,10 @@ def test_a_failed_capture_raises_what_failed_and_leaves_others_possible(monkeypa
         graphs.capture(lambda: 1 // 0)
     assert graphs.capture(lambda: 5)[1] == 5 and graphs.capture(lambda: 6)[1] == 6
     assert FakeGraph.pools == [0, 1, 1]
+    FakeGraph.pools.clear()
+    with pytest.raises(RuntimeError, match="operation failed"):  # by what the driver says at the end alone
+        graphs.capture(lambda: 7)
+    assert graphs.capture(lambda: 8)[1] == 8 and FakeGraph.pools == [1, 2]
 
 
 def test_what_another_engine_of_the_process_holds_is_in_use(monkeypatch):

@@ -236,3 +236,25 @@ def test_a_watched_head_gives_tokens_and_their_logits() -> None:
     kind = torch.bfloat16
     with pytest.raises(DeviceError, match=r"best returned \(int32 \[3\], bfloat16 \[3\]\), expected .*float32 \[3\]"):
         head.best(torch.ones(3, 8), None)
+
+
+def test_of_several_gated_runs_the_one_that_holds_its_product_longest_counts():
+    few, many, wide = Gated(LINEAR), Gated(LINEAR), replace(GATED, size=2)
+    many.said = 300
+    claims = Claims(claim(few))
+    ops = ops_of(claims)
+    ops.fuse(*PRODUCT)
+    claims.answer = claim(many)
+    ops.fuse(LINEAR, wide)
+    assert ops.gated_apart(4096) == 300 and ops.gated_apart(200) == 200
+
+
+def test_a_declined_gated_run_lies_in_memory_for_all_tokens():
+    claims = Claims(claim(Gated(LINEAR)))
+    ops = ops_of(claims)
+    ops.fuse(*PRODUCT)
+    claims.answer = None
+    other = replace(GATED, size=2)
+    assert ops.fuse(LINEAR, other) is None and ops.gated_apart(4096) == 100, "it may be claimed otherwise"
+    ops.bind(other)
+    assert ops.gated_apart(4096) == 4096

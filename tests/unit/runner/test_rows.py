@@ -17,6 +17,7 @@ from drivetrain.runner.rows import (
     MIN_P,
     NON_GREEDY,
     POOLING,
+    START_FIELDS,
     TOP_K,
     TOP_P,
     RowTables,
@@ -168,3 +169,20 @@ def test_all_changes_of_a_plan_are_one_scatter_where_slots_are_words() -> None:
         pack = Pack()
         tables(slot_dtype=dtype).pack(replace(plan(GREEDY), blocks=blocks), (0,), pack)
         assert pack.names == names
+
+
+def test_a_row_that_starts_twice_in_a_plan_is_written_once() -> None:
+    """Places that come twice have no order on a device."""
+    made = tables(slot_dtype="int32", chunk=0, widths=(3,))
+    pack = Pack()
+    starts = (
+        replace(GREEDY, row=1, computed=3),
+        replace(GREEDY, row=2, computed=4),
+        replace(GREEDY, row=1, computed=9),
+    )
+    made.pack(plan(*starts), (0,), pack)
+    (changes,) = pack.arrays
+    places = changes[: 2 * (len(changes) // 3)].view(np.int64)
+    assert len(places) == 2 * START_FIELDS and len(set(places.tolist())) == len(places)
+    made.apply(pack.upload(StagingRing(host().device, 2, 256), host().device))
+    assert made.computed.tolist()[:4] == [0, 9, 4, 0]

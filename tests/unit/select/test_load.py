@@ -22,6 +22,7 @@ from drivetrain_api.v1 import (
     DeviceRecord,
     OptionSpec,
     ShapePolicy,
+    Unavailable,
     generic_profiler,
     hookimpl,
     torch_runtime,
@@ -174,6 +175,13 @@ def test_create(make, expected):
 def test_a_good_backend_comes_back_itself():
     backend = good()
     assert load(create=lambda: backend).create((0,), VIEW) is backend
+
+
+def test_a_backend_that_can_not_open_says_so_in_its_own_words():
+    with pytest.raises(DeviceError) as caught:
+        load(create=Unavailable(reason="torch is too old", fix="install a newer torch")).create((0,), VIEW)
+    assert caught.value.message.endswith(": torch is too old") and caught.value.fix == "install a newer torch"
+    assert "create returned" in refused(lambda: load(create=Unavailable(reason=5, fix="")).create((0,), VIEW))
 
 
 def test_names_that_differ_in_case_or_a_little():

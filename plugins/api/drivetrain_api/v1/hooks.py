@@ -112,6 +112,7 @@ class BackendHooks:
         raise NotImplementedError
 
     @hookspec(firstresult=True)
-    def create(self, devices: Sequence[int], view: ConfigView) -> Backend:
-        """Open the devices and return the backend. The first hook that may import torch."""
+    def create(self, devices: Sequence[int], view: ConfigView) -> Backend | Unavailable:
+        """Open the devices and return the backend, or why what is installed here can't. The first hook that may import
+        torch."""
         raise NotImplementedError
