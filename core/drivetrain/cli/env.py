@@ -6,7 +6,7 @@ import argparse
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from typing import Any
 
 from drivetrain.cli.flags import add_json, write_json
@@ -23,7 +23,8 @@ PACKAGES = (
     "gguf",
     "pyzmq",
 )
-PREFIXES = ("OMP_", "KMP_", "GOMP_", "TORCH_", "DRIVETRAIN_", "HF_")
+PREFIXES = ("OMP_", "KMP_", "GOMP_", "TORCH_", "PYTORCH_", "DRIVETRAIN_", "HF_")
+SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,15 +49,11 @@ def collect() -> dict[str, dict[str, Any]]:
     """Gather everything, as plain data."""
     import psutil
 
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
+    backends, packages = list_backends(), packages_of_note()
+    prefixes = (*PREFIXES, *(f"{name.upper().replace('-', '_')}_" for name in (*(e.name for e in backends), *packages)))
     return {
-        "versions": {"python": sys.version.split()[0], **found},
-        "backends": {e.name: f"{e.title} (contract {e.requirement or 'not stated'})" for e in list_backends()},
+        "versions": {"python": sys.version.split()[0], **{name: version_of(name) for name in packages}},
+        "backends": {e.name: f"{e.title} (contract {e.requirement or 'not stated'})" for e in backends},
         "machine": {
             "system": platform.platform(),
             "processor": platform.processor() or platform.machine(),
@@ -66,6 +63,27 @@ def collect() -> dict[str, dict[str, Any]]:
         "environment": {
             name: value
             for name, value in sorted(environment().items())
-            if name.startswith(PREFIXES) and "TOKEN" not in name and "KEY" not in name
+            if name.startswith(prefixes) and not any(word in name for word in SECRETS)
         },
     }
+
+
+def packages_of_note() -> list[str]:
+    """Return the core's packages, then the wheels of this project and what these ask for."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    names = list(PACKAGES)
+    for wheel in sorted(distributions(), key=lambda one: canonicalize_name(one.name or "")):
+        name = canonicalize_name(wheel.name or "")
+        if name.startswith("drivetrain-"):
+            names += [name, *(canonicalize_name(Requirement(text).name) for text in wheel.requires or ())]
+    return list(dict.fromkeys(names))
+
+
+def version_of(name: str) -> str:
+    """Return the version of an installed package, or that there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
