@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,6 +227,45 @@ def test_a_capture_that_runs_out_of_memory_is_done_again_with_what_was_given_bac
     capture_all(served)
     assert runner.graphs.count == runner.graphs.wanted
     assert served.loop.figures()["memory_given_back_bytes"] > 0
+
+
+def _no_mask(*given):
+    raise MirageOutOfMemory("no memory for a mask")
+
+
+FAULTS = {
+    "raises": ("shrink", _no_mask, "no memory for a mask"),
+    "none": ("shrink", lambda nbytes: None, "shrink of .* returned None"),
+    "negative": ("shrink", lambda nbytes: -1, "shrink of .* returned int -1"),
+    "much": ("shrink", lambda nbytes: 1 << 60, "shrink of .* returned int 1152921504606846976"),
+    "no piece": ("piece_bytes", 0, "piece_bytes of .* is int 0"),
+    "text": ("piece_bytes", "x", "piece_bytes of .* is str 'x'"),
+    "mask": ("", None, "no memory for a mask"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_goes_wrong_in_giving_back_never_ends_the_engine(checkpoint: Path, served: Served, name, caplog) -> None:
+    plain = Served(checkpoint, "cpu", cache_bytes=4 << 20)
+    wanted = plain.greedy(PROMPTS, 12)
+    plain.close()
+    attribute, value, said = FAULTS[name]
+    runner = served.opened.runner
+    if attribute:
+        for handle in runner.caches:
+            if handle is not None:
+                setattr(handle, attribute, value)
+    else:
+        runner.reserve.giving._forget = _no_mask
+    assert served.greedy(PROMPTS, 12) == wanted
+    for _ in range(200):
+        served.step()
+        runner.runtime.synchronize()
+    figures, told = served.loop.figures(), [line for line in caplog.messages if "could not be given back" in line]
+    assert len(told) == 1 and re.match(rf"memory: drivetrain-mirage \S+: .*{said}", told[0])
+    assert runner.graphs.given_up and figures["graphs_given_up"] > 0 and figures["memory_given_back_bytes"] == 0
+    served.loop.check_integrity()
+    assert served.greedy(PROMPTS, 12) == wanted, "and again, in fewer blocks or in as many"
 
 
 def test_memory_that_can_not_shrink_is_left_alone(checkpoint: Path) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drivetrain.cache.sizing import bytes_of
+from drivetrain.errors import DeviceError
+from drivetrain.ops.provided import FIX, brief, raised, wheel_of
 from drivetrain_api.v1 import BlockRecycler, Shrinkable, torch_dtype
 
 if TYPE_CHECKING:
@@ -38,24 +40,46 @@ class CacheMemory:
 
     @property
     def piece_bytes(self) -> int:
-        """What goes back of a pool ends at multiples of this; of arenas it is some of each."""
-        return self.pool.piece_bytes if isinstance(self.pool, Shrinkable) else 1
+        """What goes back of a pool ends at multiples of this; of arenas it is some of each. ValueError where one of
+        them says what can't be."""
+        pieces = [_piece_bytes(part) for part in self._parts() if isinstance(part, Shrinkable)]
+        return pieces[0] if self.pool is not None and pieces else 1
 
-    def shrink(self, plan: CachePlan, blocks: Sequence[int], places: Iterable[GroupPlace]) -> int:
-        """Give back all but so many blocks of each of the plan's groups; returns the bytes that went back."""
+    def shrink(
+        self, plan: CachePlan, before: Sequence[int], blocks: Sequence[int], places: Iterable[GroupPlace]
+    ) -> int:
+        """Give back all but so many blocks of each of the plan's groups, of which there were ``before``; returns the
+        bytes that went back. ValueError where what is said to have gone back can't be."""
         if self.pool is not None:
             assert isinstance(self.pool, Shrinkable), "see shrinkable"
-            return self.pool.shrink(bytes_of(plan, blocks))
+            return _shrink(self.pool, bytes_of(plan, before), bytes_of(plan, blocks))
         given = 0
         for place in places:
             for layer in place.layers:
                 handle = self.handles[layer]
                 if isinstance(handle, Shrinkable):
-                    given += handle.shrink(blocks[place.plan_group] * handle.layout.bytes_per_block)
+                    size, group = handle.layout.bytes_per_block, place.plan_group
+                    given += _shrink(handle, before[group] * size, blocks[group] * size)
         return given
 
     def _parts(self) -> list[object]:
         return [self.pool] if self.pool is not None else [handle for handle in self.handles if handle is not None]
+
+
+def _piece_bytes(part: Shrinkable) -> int:
+    piece = part.piece_bytes
+    if type(piece) is not int or piece <= 0:
+        raise ValueError(f"piece_bytes of {type(part).__name__} is {brief(piece)}, expected a number of bytes above 0")
+    return piece
+
+
+def _shrink(part: Shrinkable, before: int, nbytes: int) -> int:
+    """Shrink to ``nbytes`` what had ``before``. A piece more may go: the rest of one that was kept in part."""
+    most = max(0, before - nbytes) + _piece_bytes(part)
+    given = part.shrink(nbytes)
+    if type(given) is not int or not 0 <= given <= most:
+        raise ValueError(f"shrink of {type(part).__name__} returned {brief(given)}, expected 0 to {most} bytes")
+    return given
 
 
 def allocate_caches(
@@ -77,7 +101,7 @@ def allocate_memory(
     """
     caches: list[CacheHandle | None] = [None] * len(decoder.cache_specs)
     partial = group_ids is not None
-    pool = backend.storage.allocate_pool(plan.num_slabs * plan.slab_bytes) if plan.shared and not partial else None
+    pool = _allocate_pool(backend, plan.num_slabs * plan.slab_bytes) if plan.shared and not partial else None
     for group, plan_group in zip(decoder.groups, group_ids or range(len(decoder.groups)), strict=True):
         sized = plan.groups[plan_group]
         for i, layer in enumerate(group.layers):
@@ -87,6 +111,15 @@ def allocate_memory(
             else:
                 caches[layer] = backend.storage.allocate(group.layout, sized.num_blocks)
     return CacheMemory(handles=tuple(caches), pool=pool)
+
+
+def _allocate_pool(backend: Backend, num_bytes: int) -> SlabPool:
+    """DeviceError where the backend's parts do not fit together; that memory ran out is left as it is."""
+    try:
+        return backend.storage.allocate_pool(num_bytes)
+    except (TypeError, ValueError) as error:
+        what = f"{wheel_of(backend)}: storage.allocate_pool raised {raised(error)}; asked for {num_bytes} bytes"
+        raise DeviceError(what, fix=FIX) from error
 
 
 def recycles(caches: Sequence[CacheHandle | None]) -> bool:

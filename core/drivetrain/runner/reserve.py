@@ -36,6 +36,7 @@ class Reserve:
         self._host = backend.capabilities.shared_host_memory
         self._step = self._open = 0  # of the largest step; the part of it that the allocator does not hold
         self._most = 0  # the most that one capture took, beside the first one, which fills the pool that all share
+        self._short = 0  # what the next one may take after one ran out of memory; 0 once one was captured
         self._captures = 0
         self.planned = self.taken = self.retried = 0
         self.least_free = -1
@@ -74,9 +75,10 @@ class Reserve:
         return free
 
     def expected(self, tokens: int) -> int:
-        """Return the bytes that the next capture may take: as measured on earlier ones, else as planned."""
+        """Return the bytes that the next capture may take: as measured on earlier ones, else as planned; after one
+        that ran out of memory more than there was then."""
         own = int(self._memory.graph_estimate(2, tokens).get("bytes", 0))
-        return max(own, self._most, 0 if self._captures > 1 else self.planned - self.taken)
+        return max(own, self._most, self._short, 0 if self._captures > 1 else self.planned - self.taken)
 
     def lacking(self, tokens: int) -> int:
         """Return the bytes that the next capture lacks, the largest step's own and a margin left alone; 0: it fits."""
@@ -93,7 +95,7 @@ class Reserve:
 
     def fell_short(self) -> None:
         """A capture that was thought to fit ran out of memory: it needs more than there is."""
-        self._most = max(self._most, self.free() - self._open + MARGIN)
+        self._short = max(self._short, self.free() - self._open + MARGIN)
 
     def fits(self, tokens: int) -> bool:
         """Whether the next capture leaves the largest step what is its own. Says so where it does not."""
@@ -121,6 +123,7 @@ class Reserve:
         if self._captures:
             self._most = max(self._most, took)
         self._captures += 1
+        self._short = 0
         self.taken += took
 
     def tell(self, graphs: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 
 from drivetrain.cache.manager import CacheManager
 from drivetrain.cache.sizing import GroupNeed, plan_cache
-from drivetrain.runner.caches import CacheMemory
+from drivetrain.errors import DeviceError
+from drivetrain.runner.caches import CacheMemory, allocate_memory
 from drivetrain.runner.giving import SHARE, GiveBack
 from drivetrain_api.v1 import Shrinkable, ShrinkableMemory, torch_runtime, torch_storage
 
@@ -19,6 +19,14 @@ NEEDS = (
     GroupNeed(kind="full", layer_bytes=512, num_layers=3, block_tokens=16),
     GroupNeed(kind="window", layer_bytes=512, num_layers=1, block_tokens=16, window=40),
 )
+
+
+class Vendor:
+    def __init__(self, storage=None) -> None:
+        self.storage = storage
+
+
+Vendor.__module__ = "drivetrain_mirage.backend"  # an installed wheel's, for its name in messages
 
 
 class Buffer:
@@ -47,6 +55,7 @@ class Setup:
         places = [SimpleNamespace(plan_group=g, layers=()) for g in range(2)]
         tables = [torch.full((5, 6), g.num_blocks - 1, dtype=torch.int32) for g in self.plan.groups]
         self.runner = SimpleNamespace(
+            backend=Vendor(),
             runtime=self.runtime,
             config=SimpleNamespace(max_model_len=96, max_num_batched_tokens=32),
             tables=SimpleNamespace(tables=tables),
@@ -107,10 +116,126 @@ def test_a_stated_share_goes_at_most_and_then_nothing_more() -> None:
     assert row == [] and small.cache.extend(0, 96), "the longest sequence still fits"
 
 
-def test_memory_that_does_not_go_back_is_said_and_not_asked_for_again(caplog) -> None:
+@pytest.mark.parametrize("places", [1, 7, 13, 1 << 18])
+def test_tables_forget_the_first_block_that_went_and_no_block_before_it(places: int, monkeypatch) -> None:
+    monkeypatch.setattr("drivetrain.runner.giving.MASKED", places)
     made = Setup()
-    made.pool.shrink = lambda nbytes: 1 / 0
-    giving = GiveBack(made.runner, made.memory, made.cache)
-    assert giving.ask(PIECE) and giving.settled() and "could not be given back" in caplog.text
+    giving, tables = GiveBack(made.runner, made.memory, made.cache), made.runner.tables.tables
+    assert giving.ask(PIECE)
+    limits = [group.limit for group in made.cache.pool.groups]
+    for table, limit in zip(tables, limits, strict=True):
+        table.copy_(torch.tensor([limit - 1, limit, limit + 1, 0, 1, limit]))
+    assert giving.settled() and giving.given
+    for table, limit in zip(tables, limits, strict=True):
+        assert table.tolist() == [[limit - 1, 0, 0, 0, 1, 0]] * 5
+
+
+class Full:
+    """A table for whose mask there is no memory."""
+
+    shape = (5, 6)
+
+    def __getitem__(self, rows: slice) -> Full:
+        return self
+
+    def __ge__(self, limit: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory for a mask")
+
+    def masked_fill_(self, mask: torch.Tensor, value: int) -> None:
+        """Never comes to be called."""
+
+
+def _fails(*given):
+    raise OSError("the driver says no")
+
+
+FAULTS = {
+    "shrink raises": (lambda made: setattr(made.pool, "shrink", _fails), "OSError: the driver says no"),
+    "None": (lambda made: setattr(made.pool, "shrink", lambda nbytes: None), "returned None, expected 0 to "),
+    "-1": (lambda made: setattr(made.pool, "shrink", lambda nbytes: -1), "returned int -1, expected 0 to "),
+    "much": (lambda made: setattr(made.pool, "shrink", lambda nbytes: 1 << 60), f"returned int {1 << 60}, expected"),
+    "true": (lambda made: setattr(made.pool, "shrink", lambda nbytes: True), "returned bool True, expected"),
+    "mask": (lambda made: setattr(made.runner.tables, "tables", [Full()] * 2), "no memory for a mask"),
+    "event": (
+        lambda made: setattr(made.runtime, "stream", lambda: SimpleNamespace(record=lambda: None)),
+        "'NoneType' object has no attribute 'done'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_goes_wrong_after_blocks_were_retired_ends_the_giving(name: str, caplog) -> None:
+    made, (spoil, said) = Setup(), FAULTS[name]
+    giving, before = GiveBack(made.runner, made.memory, made.cache), made.cache.num_blocks
+    spoil(made)
+    assert giving.ask(PIECE) and giving.possible and giving.settled() and giving.settled()
     assert giving.given == 0 and not giving.possible and not giving.ask(1) and giving.settled()
-    assert made.runtime.activate is nullcontext
+    lost = before - made.cache.num_blocks
+    assert lost > 0, "what was retired stays so"
+    (line,) = caplog.messages
+    assert line.startswith("memory: drivetrain-mirage ") and said in line and f"{lost} of them stay out of use" in line
+    made.cache.check_integrity()
+
+
+@pytest.mark.parametrize("piece", [0, -4096, "x", None, 4096.0, True])
+def test_a_piece_that_can_not_be_ends_the_giving_before_a_block_is_lost(piece, caplog) -> None:
+    made = Setup()
+    giving, before = GiveBack(made.runner, made.memory, made.cache), made.cache.num_blocks
+    made.pool.piece_bytes = piece
+    assert not giving.ask(PIECE) and not giving.possible and giving.settled() and not giving.ask(PIECE)
+    (line,) = caplog.messages
+    assert line.startswith("memory: drivetrain-mirage ") and f"{piece}" in line and "none is lost" in line
+    assert made.cache.num_blocks == before and giving.given == 0
+
+
+def test_up_to_one_piece_more_than_was_asked_for_may_go() -> None:
+    for more, fine in ((0, True), (PIECE, True), (PIECE + 1, False)):
+        made = Setup()
+        giving, total = GiveBack(made.runner, made.memory, made.cache), made.plan.total_bytes
+        made.pool.shrink = lambda nbytes, more=more, total=total: total - nbytes + more
+        assert giving.ask(PIECE) and giving.settled() and giving.possible == fine and (giving.given > 0) == fine
+
+
+BUFFERS = {
+    "no tensor": ({"data": b"bytes"}, "whose data is bytes, expected a dense tensor of uint8"),
+    "none": ({"data": None}, "whose data is NoneType, expected"),
+    "dtype": ({"data": torch.zeros(100, dtype=torch.int8)}, r"whose data is torch.int8 \[100\], expected"),
+    "shape": ({"data": torch.zeros((10, 10), dtype=torch.uint8)}, r"torch.uint8 \[10, 10\], expected"),
+    "strided": ({"data": torch.zeros(200, dtype=torch.uint8)[::2]}, "expected a dense tensor"),
+    "short": ({"data": torch.zeros(99, dtype=torch.uint8)}, "of 99 bytes"),
+    "no piece": ({"piece_bytes": 0}, "whose piece_bytes is 0, expected"),
+    "text": ({"piece_bytes": "x"}, "whose piece_bytes is 'x', expected"),
+    "negative": ({"piece_bytes": -1}, "whose piece_bytes is -1, expected"),
+    "fixed": ({"shrink": None}, "without shrink"),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_that_is_not_as_the_contract_says_is_refused(name: str) -> None:
+    changed, said = BUFFERS[name]
+
+    def make(num_bytes: int) -> Buffer:
+        made = Buffer(num_bytes)
+        vars(made).update(changed)
+        return made
+
+    storage = torch_storage(torch_runtime("cpu", shrinkable=make))
+    with pytest.raises(ValueError, match=rf"shrinkable\(100\) made a Buffer .*{said}"):
+        storage.allocate_pool(100)
+    plan, decoder = SimpleNamespace(num_slabs=4, slab_bytes=25, shared=True), SimpleNamespace(cache_specs=())
+    with pytest.raises(DeviceError, match=rf"^drivetrain-mirage .*allocate_pool raised ValueError: .*{said}"):
+        allocate_memory(Vendor(storage), decoder, plan)
+
+
+def test_a_buffer_larger_than_asked_for_is_used_in_part() -> None:
+    pool = torch_storage(torch_runtime("cpu", shrinkable=lambda num_bytes: Buffer(2 * num_bytes))).allocate_pool(100)
+    assert isinstance(pool, Shrinkable) and pool.nbytes == 100 and not pool.data.any()
+
+
+def test_memory_that_ran_out_at_the_start_keeps_its_own_error() -> None:
+    def make(num_bytes: int) -> Buffer:
+        raise torch.OutOfMemoryError("none is left")
+
+    plan, decoder = SimpleNamespace(num_slabs=4, slab_bytes=25, shared=True), SimpleNamespace(cache_specs=())
+    with pytest.raises(torch.OutOfMemoryError, match="none is left"):
+        allocate_memory(Vendor(torch_storage(torch_runtime("cpu", shrinkable=make))), decoder, plan)

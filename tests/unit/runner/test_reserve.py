@@ -178,6 +178,27 @@ def test_a_capture_that_ran_out_is_expected_to_need_more_than_there_was(captures
     assert reserve.fits(8)
 
 
+def test_after_a_capture_the_next_one_is_expected_to_take_what_captures_took() -> None:
+    runtime = Allocator(STEP + 500 * MIB)
+    reserve = reserve_over(runtime, graphs=100 * MIB)
+    reserve.hold()
+    for took in (100 * MIB, 3 * MIB, 5 * MIB):
+        reserve.measured(lambda took=took: runtime.capture(took))
+    reserve.renew()
+    reserve.fell_short()
+    short = reserve.expected(8)
+    assert short > 390 * MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        reserve.measured(lambda: runtime.capture(1000 * MIB))
+    assert reserve.expected(8) == short, "one that fails says nothing new"
+    runtime.total += 2 * MARGIN
+    assert reserve.fits(8)
+    reserve.measured(lambda: runtime.capture(9 * MIB))
+    assert reserve.expected(8) == 9 * MIB and reserve.lacking(8) == 0
+    reserve.fell_short()
+    assert reserve.expected(8) > 390 * MIB, "and again"
+
+
 def test_without_a_plan_captures_are_not_held_back() -> None:
     assert reserve_over(Allocator(0), graphs=0, step=0).fits(8)
 

@@ -40,8 +40,11 @@ class TorchSlabs:
 class ShrinkableSlabs(TorchSlabs):
     """A pool whose end can go back to the device."""
 
-    def __init__(self, buffer: ShrinkableBuffer) -> None:
-        super().__init__(buffer.data)
+    def __init__(self, buffer: ShrinkableBuffer, num_bytes: int) -> None:
+        """ValueError for a buffer that does not have so many bytes, or not as the contract says."""
+        if problem := _unfit(buffer, num_bytes):
+            raise ValueError(f"shrinkable({num_bytes}) made a {type(buffer).__name__} {problem}")
+        super().__init__(buffer.data[:num_bytes])
         self.piece_bytes = buffer.piece_bytes
         self.shrink = buffer.shrink
 
@@ -92,6 +95,19 @@ def part_bytes(layout: CacheLayout) -> tuple[int, ...]:
     return tuple(-(-size // 16) * 16 for size in sizes)
 
 
+def _unfit(buffer: ShrinkableBuffer, num_bytes: int) -> str:
+    data, piece = getattr(buffer, "data", None), getattr(buffer, "piece_bytes", None)
+    dtype, shape = getattr(data, "dtype", None), getattr(data, "shape", None)
+    if dtype != torch_dtype("uint8") or shape is None or len(shape) != 1 or not data.is_contiguous():
+        came = type(data).__name__ if dtype is None or shape is None else f"{dtype} {list(shape)}"
+        return f"whose data is {came}, expected a dense tensor of uint8 with one dimension"
+    if shape[0] < num_bytes:
+        return f"of {shape[0]} bytes"
+    if type(piece) is not int or piece <= 0:
+        return f"whose piece_bytes is {piece!r}, expected a number of bytes above 0"
+    return "" if callable(getattr(buffer, "shrink", None)) else "without shrink"
+
+
 def _part_views(layout: CacheLayout, data: torch.Tensor, slots: int) -> list[torch.Tensor]:
     views, offset = [], 0
     for part, size in zip(layout.spec.parts, part_bytes(layout), strict=True):
@@ -125,8 +141,9 @@ class _TorchStorage:
         buffer = runtime.shrinkable(num_bytes) if num_bytes and isinstance(runtime, ShrinkableMemory) else None
         if buffer is None:
             return TorchSlabs(self._touched((num_bytes,)))
-        buffer.data.zero_()
-        return ShrinkableSlabs(buffer)
+        pool = ShrinkableSlabs(buffer, num_bytes)
+        pool.data.zero_()
+        return pool
 
     def view(self, pool: SlabPool, layout: CacheLayout, block_stride: int, offset: int) -> CacheHandle:
         if not isinstance(pool, TorchSlabs):
