@@ -96,7 +96,8 @@ def part_bytes(layout: CacheLayout) -> tuple[int, ...]:
 
 
 def _unfit(buffer: ShrinkableBuffer, num_bytes: int) -> str:
-    data, piece = getattr(buffer, "data", None), getattr(buffer, "piece_bytes", None)
+    data: Any = getattr(buffer, "data", None)
+    piece: Any = getattr(buffer, "piece_bytes", None)
     dtype, shape = getattr(data, "dtype", None), getattr(data, "shape", None)
     if dtype != torch_dtype("uint8") or shape is None or len(shape) != 1 or not data.is_contiguous():
         came = type(data).__name__ if dtype is None or shape is None else f"{dtype} {list(shape)}"
