@@ -52,8 +52,8 @@ class Drawer:
         draw = DrawSpec(dtype="float32", vocabulary=vocabulary)
         logprobs = LogprobsSpec(dtype="float32", vocabulary=vocabulary)
         self._draw, self._logprobs = ops.bind(draw), ops.bind(logprobs)
-        self._vocabulary = vocabulary
-        self._fixed = fixed_shapes
+        self.vocabulary = vocabulary
+        self.fixed = fixed_shapes
         self._logits = logits
         self._greedy = greedy
         self._dear_draw, self._dear_logprobs = on_reference(ops, draw), on_reference(ops, logprobs)
@@ -69,7 +69,7 @@ class Drawer:
         if self._greedy is not None and not wanted and self.skips_logits(count):
             tokens, best = self._greedy(hidden)
             return Drawn(tokens=tokens, witness=best, logprobs={})
-        step = count if self._fixed else rows_at_once(count, self._vocabulary, LOGIT_BYTES, 4)
+        step = count if self.fixed else rows_at_once(count, self.vocabulary, LOGIT_BYTES, 4)
         if step == count:
             return self._rows(hidden, inputs, alternatives)
         pieces = [
@@ -80,7 +80,7 @@ class Drawer:
     def _rows(self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
         logits = self._logits(hidden)
         count = logits.shape[0]
-        step = count if self._fixed else self._at_once(count, inputs, alternatives)
+        step = count if self.fixed else self._at_once(count, inputs, alternatives)
         if step == count:
             return self._some(logits, inputs, alternatives)
         pieces = []
@@ -92,11 +92,11 @@ class Drawer:
     def _at_once(self, count: int, inputs: SamplingInputs, alternatives: int | None) -> int:
         """How many of ``count`` rows are drawn and reported at once."""
         if self._dear_draw and not inputs.all_greedy:
-            return rows_at_once(count, self._vocabulary, DRAW_BYTES, DRAW_ELEMENT)
+            return rows_at_once(count, self.vocabulary, DRAW_BYTES, DRAW_ELEMENT)
         if self._dear_logprobs and alternatives is not None:
-            return rows_at_once(count, self._vocabulary, BESIDE_BYTES, DRAW_ELEMENT)
+            return rows_at_once(count, self.vocabulary, BESIDE_BYTES, DRAW_ELEMENT)
         if not inputs.all_greedy and (inputs.any_top_k or inputs.any_top_p or inputs.any_min_p):
-            return rows_at_once(count, self._vocabulary, BESIDE_BYTES, SCALED_ELEMENT)
+            return rows_at_once(count, self.vocabulary, BESIDE_BYTES, SCALED_ELEMENT)
         return count
 
     def _some(self, logits: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:

@@ -19,6 +19,7 @@ import torch
 from drivetrain.errors import ConfigError, StepError
 from drivetrain.runner.batch import BatchArrays, BatchBuilder, BatchShape
 from drivetrain.runner.caches import announce_freed, change_blocks, pack_freed
+from drivetrain.runner.drawing import Drawer
 from drivetrain.runner.flight import InFlight
 from drivetrain.runner.forward import ForwardPass
 from drivetrain.runner.graphs import Captured, DecodeGraphs, buckets_of
@@ -80,19 +81,16 @@ class Runner:
         self._group_ids = group_ids
         self._pooler = Pooler(self.runtime, self.tables)
         self._flights: deque[InFlight] = deque()
-        self._sampler = (
-            Sampler(
+        self._sampler: Sampler | None = None
+        if config.last:
+            drawer = Drawer(
                 ops,
-                self.tables,
                 vocabulary=decoder.spec.vocabulary,
-                drafter=drafter,
                 fixed_shapes=not backend.shapes.dynamic,
                 logits=decoder.logits,
                 greedy=decoder.greedy,
             )
-            if config.last
-            else None
-        )
+            self._sampler = Sampler(ops, self.tables, drawer, drafter)
         buckets = buckets_of(backend, decoder, config)
         self.graphs = DecodeGraphs(backend, self.passes, buckets, self.builder.max_widths, self._sampler)
 

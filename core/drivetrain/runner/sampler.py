@@ -3,7 +3,6 @@ host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from drivetrain.runner.rows import DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, TOP_K, T
 from drivetrain_api.v1 import KeepSpec, SamplingInputs, VerifySpec
 
 if TYPE_CHECKING:
-    from drivetrain.models.parameters import GreedyHead
     from drivetrain.ops import Ops
     from drivetrain.runner.batch import SampleArrays
     from drivetrain.runner.staging import Pack
@@ -96,24 +94,12 @@ class RowUpdate:
 class Sampler:
     """Bound sampling ops over the row tables."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        tables: RowTables,
-        *,
-        vocabulary: int,
-        drafter: Drafter | None,
-        fixed_shapes: bool,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        greedy: GreedyHead | None = None,
-    ) -> None:
-        """``greedy``: what gives tokens of greedy rows without their logits."""
+    def __init__(self, ops: Ops, tables: RowTables, drawer: Drawer, drafter: Drafter | None) -> None:
         self._tables = tables
         self._drafter = drafter
-        self._fixed = fixed_shapes
-        self._vocabulary = vocabulary
+        self._fixed, self._vocabulary = drawer.fixed, drawer.vocabulary
         self._greedy: dict[int, SamplingInputs] = {}  # views of the padding row by number of rows
-        self._drawer = Drawer(ops, vocabulary=vocabulary, fixed_shapes=fixed_shapes, logits=logits, greedy=greedy)
+        self._drawer = drawer
         k = tables.shape.max_drafts
         self._keep: Any = ops.bind(KeepSpec(dtype="int32"))
         self._verify: Any = ops.bind(VerifySpec(dtype="int32", max_drafts=k)) if k else None
