@@ -10,7 +10,6 @@ import numpy as np
 
 from drivetrain.cache.sizing import bytes_of
 from drivetrain.errors import DeviceError
-from drivetrain.ops.provided import FIX, brief, raised, wheel_of
 from drivetrain_api.v1 import BlockRecycler, Shrinkable, torch_dtype
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ class CacheMemory:
 def _piece_bytes(part: Shrinkable) -> int:
     piece = part.piece_bytes
     if type(piece) is not int or piece <= 0:
+        from drivetrain.ops.provided import brief  # where nothing is wrong, this module loads without torch
+
         raise ValueError(f"piece_bytes of {type(part).__name__} is {brief(piece)}, expected a number of bytes above 0")
     return piece
 
@@ -78,6 +79,8 @@ def _shrink(part: Shrinkable, before: int, nbytes: int) -> int:
     most = max(0, before - nbytes) + _piece_bytes(part)
     given = part.shrink(nbytes)
     if type(given) is not int or not 0 <= given <= most:
+        from drivetrain.ops.provided import brief
+
         raise ValueError(f"shrink of {type(part).__name__} returned {brief(given)}, expected 0 to {most} bytes")
     return given
 
@@ -118,6 +121,8 @@ def _allocate_pool(backend: Backend, num_bytes: int) -> SlabPool:
     try:
         return backend.storage.allocate_pool(num_bytes)
     except (TypeError, ValueError) as error:
+        from drivetrain.ops.provided import FIX, raised, wheel_of
+
         what = f"{wheel_of(backend)}: storage.allocate_pool raised {raised(error)}; asked for {num_bytes} bytes"
         raise DeviceError(what, fix=FIX) from error
 

@@ -18,7 +18,7 @@ from drivetrain_api.v1 import AttentionBatch, AttentionSpec, CacheHandle, Declin
 
 from .attention import WORKSPACE, Part, Plan, TritonAttention, cache_strides
 from .attention_choice import MAX_SPLITS, Tiles, fitted, padded, power_of_two, refusal
-from .attention_prefill import attend, row_of_tile
+from .attention_prefill import row_of_tile, sum_tiles
 from .attention_tiles import LOG2E, NEVER, nothing_yet
 from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
@@ -59,38 +59,6 @@ def keys_seen(low, high, length, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
     """The first key that a query at positions low .. high sees, and the end of them."""
     first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else length * 0
     return first, tl.minimum(tl.maximum(high + 1, 0), length) if CAUSAL else length
-
-
-@triton.jit
-def sum_range(
-    q_tile, begin, end, low, high, positions, length, first, table, keys, values, key_stride, value_stride, scale, cap,
-    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    KEY_TOKEN: tl.constexpr, VALUE_TOKEN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SOFT_CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Sums over tiles begin .. end - 1 of keys, for queries at positions low .. high."""
-    inner = tl.cdiv(tl.maximum(high - WINDOW + 1, 0), BLOCK_N) if WINDOW else begin
-    outer = (tl.minimum(tl.maximum(low + 1, 0), length) if CAUSAL else length) // BLOCK_N
-    inner = tl.minimum(tl.maximum(inner, begin), tl.maximum(end, begin))
-    outer = tl.minimum(tl.maximum(outer, inner), tl.maximum(end, inner))
-    acc, total, top = nothing_yet(BLOCK_M, DV_PAD)
-    if WINDOW:
-        acc, total, top = attend(
-            acc, total, top, q_tile, begin, inner, positions, length, first, table, keys, values, key_stride,
-            value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
-            SOFT_CAPPED, True, BLOCK_N,
-        )  # fmt: skip
-    acc, total, top = attend(
-        acc, total, top, q_tile, inner, outer, positions, length, first, table, keys, values, key_stride,
-        value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
-        SOFT_CAPPED, False, BLOCK_N,
-    )  # fmt: skip
-    acc, total, top = attend(
-        acc, total, top, q_tile, outer, end, positions, length, first, table, keys, values, key_stride,
-        value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
-        SOFT_CAPPED, True, BLOCK_N,
-    )  # fmt: skip
-    return acc, total, top
 
 
 @kernel
@@ -141,7 +109,7 @@ def invariant_kernel(
     place, columns = tokens.to(tl.int64) * HEADS + heads, tl.arange(0, DV_PAD)
     shown = real[:, None] & (columns < DV)[None, :]
     if RANGE == 0:
-        acc, total, top = sum_range(
+        acc, total, top = sum_tiles(
             q_tile, first_tile, end_tile, low, high, positions, length, first, table, keys, values, key_stride,
             value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
             SOFT_CAPPED, BLOCK_M, BLOCK_N,
@@ -154,7 +122,7 @@ def invariant_kernel(
             end = tl.minimum(begin + taken, end)
         acc, total, top = nothing_yet(BLOCK_M, DV_PAD)
         for number in range(begin, end):
-            more, more_total, more_top = sum_range(
+            more, more_total, more_top = sum_tiles(
                 q_tile, tl.maximum(number * EACH, first_tile), tl.minimum((number + 1) * EACH, end_tile), low, high,
                 positions, length, first, table, keys, values, key_stride, value_stride, scale, cap, D, DV, D_PAD,
                 DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL, SOFT_CAPPED, BLOCK_M, BLOCK_N,

@@ -92,7 +92,7 @@ def share_of(
 ):
     """Which keys the queries at positions low .. high see, and which tiles of them a share takes.
 
-    -> the first key; the share's tiles, begin and end; and of those, inner and outer, what all queries see whole.
+    -> the first key; the share's tiles, begin and end.
     """
     first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else length * 0
     last = tl.minimum(tl.maximum(high + 1, 0), length) if CAUSAL else length
@@ -100,11 +100,40 @@ def share_of(
     share = tl.cdiv(end_tile - first_tile, splits)
     begin = first_tile + split * share
     end = tl.minimum(begin + share, end_tile)
+    return first, begin, end
+
+
+@triton.jit
+def sum_tiles(
+    q_tile, begin, end, low, high, positions, length, first, table, keys, values, key_stride, value_stride, scale, cap,
+    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    KEY_TOKEN: tl.constexpr, VALUE_TOKEN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    SOFT_CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sums over tiles begin .. end - 1 of keys, for queries at positions low .. high. Only the tiles that not all of
+    them see whole, before inner and from outer on, are masked."""
     inner = tl.cdiv(tl.maximum(high - WINDOW + 1, 0), BLOCK_N) if WINDOW else begin
     outer = (tl.minimum(tl.maximum(low + 1, 0), length) if CAUSAL else length) // BLOCK_N
     inner = tl.minimum(tl.maximum(inner, begin), tl.maximum(end, begin))
     outer = tl.minimum(tl.maximum(outer, inner), tl.maximum(end, inner))
-    return first, begin, end, inner, outer
+    acc, total, top = nothing_yet(BLOCK_M, DV_PAD)
+    if WINDOW:
+        acc, total, top = attend(
+            acc, total, top, q_tile, begin, inner, positions, length, first, table, keys, values, key_stride,
+            value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
+            SOFT_CAPPED, True, BLOCK_N,
+        )  # fmt: skip
+    acc, total, top = attend(
+        acc, total, top, q_tile, inner, outer, positions, length, first, table, keys, values, key_stride,
+        value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
+        SOFT_CAPPED, False, BLOCK_N,
+    )  # fmt: skip
+    acc, total, top = attend(
+        acc, total, top, q_tile, outer, end, positions, length, first, table, keys, values, key_stride,
+        value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
+        SOFT_CAPPED, True, BLOCK_N,
+    )  # fmt: skip
+    return acc, total, top
 
 
 @kernel
@@ -176,7 +205,7 @@ def prefill_kernel(
     positions = length - row_end + tokens
     low = length - row_end + begin_token  # the positions of the tile's first and last query
     high = length - row_end + tl.minimum(begin_token + BLOCK_Q, row_end) - 1
-    first, begin, end, inner, outer = share_of(low, high, length, split, splits, WINDOW, CAUSAL, BLOCK_N)
+    first, begin, end = share_of(low, high, length, split, splits, WINDOW, CAUSAL, BLOCK_N)
     place = (((tokens - base) * HEADS + heads) * splits + split).to(tl.int64)
     if not DIRECT:
         if begin >= end:  # a share that the tile does not have: nobody reads its sums
@@ -190,24 +219,10 @@ def prefill_kernel(
     )
     table = tables + row.to(tl.int64) * table_stride
     keys, values = keys + kv_head * KEY_HEAD, values + kv_head * VALUE_HEAD
-    acc, total, top = nothing_yet(BLOCK_M, DV_PAD)
-    if WINDOW:
-        acc, total, top = attend(
-            acc, total, top, q_tile, begin, inner, positions, length, first, table, keys, values, key_stride,
-            value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
-            SOFT_CAPPED, True, BLOCK_N,
-        )  # fmt: skip
-    acc, total, top = attend(
-        acc, total, top, q_tile, inner, outer, positions, length, first, table, keys, values, key_stride,
-        value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
-        SOFT_CAPPED, False, BLOCK_N,
+    acc, total, top = sum_tiles(
+        q_tile, begin, end, low, high, positions, length, first, table, keys, values, key_stride, value_stride, scale,
+        cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL, SOFT_CAPPED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    acc, total, top = attend(
-        acc, total, top, q_tile, outer, end, positions, length, first, table, keys, values, key_stride,
-        value_stride, scale, cap, D, DV, D_PAD, DV_PAD, BLOCK_TOKENS, KEY_TOKEN, VALUE_TOKEN, WINDOW, CAUSAL,
-        SOFT_CAPPED, True, BLOCK_N,
-    )  # fmt: skip
-
     if DIRECT:
         if SINKS:
             sink = tl.load(sinks + heads).to(tl.float32) * LOG2E
