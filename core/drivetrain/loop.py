@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain.dist.executor import Executor
+from drivetrain.moments import passed
 from drivetrain.params import GenerateRequest, StepOutputs
 from drivetrain.sched.grammar import GrammarSession
 from drivetrain.sched.plan import StepPlan
@@ -52,6 +53,7 @@ class Loop:
     def submit(self, request: GenerateRequest, grammar: GrammarSession | None = None) -> None:
         """Queue a request. RequestError when it can never be served; nothing else is disturbed."""
         self.scheduler.add(request, grammar)
+        passed("admitted")
 
     def abort(self, request_id: int) -> None:
         """End a request; its tokens in flight are dropped. Unknown ids are ignored: it may just have finished."""
@@ -107,8 +109,10 @@ class Loop:
             self._later_at = end + (end - begin) / LATER_SHARE
 
     def _submit(self, plan: StepPlan) -> None:
+        passed("planned")
         self.executor.forward(plan)
         self.executor.sample(plan.plan_id, None)
+        passed("copy queued")
         self._flights.append(Flight(plan, bool(plan.late_rows)))
 
     def _sample_late(self) -> None:
@@ -122,11 +126,15 @@ class Loop:
                 flight.late_pending = False
 
     def _commit_oldest(self) -> StepOutputs:
+        passed("waiting")
         result = self.executor.poll(wait=True)
+        passed("copied")
         flight = self._flights.popleft()
         assert result is not None and result.plan_id == flight.plan.plan_id, "results come in the order of plans"
         self._steps += 1
-        return self.scheduler.commit(flight.plan, result)
+        outputs = self.scheduler.commit(flight.plan, result)
+        passed("committed")
+        return outputs
 
     @property
     def in_flight(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from drivetrain.errors import ConfigError, StepError
+from drivetrain.moments import passed
 from drivetrain.runner.batch import BatchArrays, BatchBuilder, BatchShape
 from drivetrain.runner.caches import announce_freed, change_blocks, pack_freed
 from drivetrain.runner.drawing import Drawer
@@ -97,8 +98,7 @@ class Runner:
     # -- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, plan: StepPlan, carry: Carry | None = None) -> Carry | None:
-        """Submit a plan. ``carry``: what the stage before sent; returned: what the next stage needs (None if
-        last).
+        """Submit a plan. ``carry``: what the stage before sent; returned: what the next stage needs (None if last).
 
         Never waits for the device and never raises for what goes wrong inside a step.
         """
@@ -129,16 +129,18 @@ class Runner:
         except Exception:
             self._apply(plan, self._changes(plan))
             raise
+        passed("laid out")
         views = self._apply(plan, pack)
         change_blocks(self.runtime, self.caches, self.passes.places, plan, self.tables.shape.chunk)
         if plan.num_rows == 0:
             return
+        passed("changed")
         if captured:
             self._replay(flight, captured, views)
-            return
-        prepared = self.passes.prepare(batch, views)
-        layers = partial(self._layers, flight, batch, views, prepared, carry)
-        self.reserve.once_more(layers, self.passes.repeatable)
+        else:
+            layers = partial(self._layers, flight, batch, views, self.passes.prepare(batch, views), carry)
+            self.reserve.once_more(layers, self.passes.repeatable)
+        passed("forward queued")
 
     def _changes(self, plan: StepPlan) -> Pack:
         """Begin an upload with what later plans rely on even if this one can't run: row changes, freed blocks."""
@@ -150,6 +152,7 @@ class Runner:
     def _apply(self, plan: StepPlan, pack: Pack) -> dict[str, torch.Tensor]:
         """Upload a pack and queue what ``_changes`` put into it; returns its views."""
         views = pack.upload(self.ring, self.runtime)
+        passed("uploaded")
         announce_freed(self.caches, self.passes.places, plan, views)
         self.tables.apply(views)
         return views
@@ -286,6 +289,7 @@ class Runner:
         tensors: list[torch.Tensor] = []
         if flight.early is not None:
             update, tensors = self._draw(flight, flight.early, None)
+            passed("draws queued")
         if flight.pooled:
             tensors = [*tensors, *(pooled.total for pooled in flight.pooled)]
         if tensors:

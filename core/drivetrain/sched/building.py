@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from drivetrain.moments import passed
 from drivetrain.sched.admission import announce, eligible, load_remote, lookup, open_row
 from drivetrain.sched.decoding import Decode, decode_part, worst_row
 from drivetrain.sched.plan import EMPTY, EmbedRun, PositionRun, StateExport, StepPlan
@@ -133,6 +134,7 @@ def _admit(state: SchedulerState, request: Request, most: int, prompts: Prompts)
     if not state.table.num_free:
         return False
     hit = request.hint = lookup(state, request)
+    passed("looked up")
     if state.connector is not None and state.caches(request):
         loading = load_remote(state, request, hit, state.connector)
         if loading is not None:

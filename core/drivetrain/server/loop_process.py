@@ -23,6 +23,7 @@ from drivetrain.ahead import load
 from drivetrain.config import note_environment
 from drivetrain.errors import DrivetrainError, RequestError
 from drivetrain.launch import nothing_collected
+from drivetrain.moments import passed
 from drivetrain.params import GenerateRequest, StepOutputs
 from drivetrain.server.channel import Channel, connect
 from drivetrain.server.messages import (
@@ -120,9 +121,11 @@ class Driver:
             self._fill()  # the device works while this is told
             self._channel.send(Accepted(tuple(self._accepted)))
             self._accepted.clear()
+            passed("told")
 
     def _handle(self, message: ToLoop) -> None:
         if isinstance(message, Submit):
+            passed("received")
             self._submit(message)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
@@ -157,6 +160,7 @@ class Driver:
             told = True
             if len(outputs.request_ids) or outputs.started or outputs.finished:
                 self._channel.send(pack_outputs(outputs))
+                passed("sent")
         self._settle()
         if not told and not getattr(self._loop, "in_flight", 0):
             time.sleep(NAP_SECONDS)  # all requests wait for something remote

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from drivetrain import moments
 from drivetrain.config import EngineConfig
 from drivetrain.errors import DrivetrainError
 from drivetrain.params import GenerateRequest, SamplingParams, StepOutputs
@@ -109,6 +110,16 @@ class Serving(Told):
 
 def test_the_device_begins_before_a_request_is_told_of_and_blocks_go_after_its_end_is() -> None:
     assert drive(Serving(steps=0, pieces=0, looks=3)) == ["fill", "Accepted", "step", "Outputs", "settle"]
+
+
+def test_moments_of_the_messages_pass_where_they_are_sent() -> None:
+    told = Serving(steps=0, pieces=0, looks=3)
+    moments.watch(told.log.append)
+    try:
+        drive(told)
+    finally:
+        moments.watch(None)
+    assert told.log == ["received", "fill", "Accepted", "told", "step", "Outputs", "sent", "settle"]
 
 
 def test_a_loop_that_puts_nothing_off_needs_no_such_call() -> None:
