@@ -36,10 +36,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def backend(device: str):
-    """An open backend of the device, with what is not on by itself too."""
+    """An open backend of the device."""
     choice = choice_of(device)
-    if any(option.key == "greedy_head" for option in choice.info.options):
-        choice = choice_of(device, (("greedy_head", "on"),))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is loaded: what it should find then comes too late
         opened = open_backend(choice, view_of(EngineConfig(model="none", device=device), choice))

@@ -42,7 +42,7 @@ def open_backend(index: int, view: ConfigView) -> Backend | Unavailable:
     shrinking = None if view.options.get("give_back") == "off" else partial(shrinkable, index)
     runtime = torch_runtime("cuda", index, host=page_locked, free_host=unlock_unused, shrinkable=shrinking)
     target = target_of(runtime.device, overlap=view.options.get("overlap") != "off")
-    greedy_head = view.options.get("greedy_head") == "on"
+    greedy_head = view.options.get("greedy_head") != "off"
     providers = Providers(target=target, deterministic=view.deterministic, greedy_head=greedy_head)
     return ComposedBackend(
         capabilities=Capabilities(model_dtypes=DTYPES, cache_dtypes=DTYPES, default_depth=2, deterministic=True),

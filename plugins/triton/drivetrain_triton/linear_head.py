@@ -10,16 +10,14 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra import cuda
 
 from drivetrain_triton.draws import choose_best
 from drivetrain_triton.launch import kernel
 from drivetrain_triton.linear import Call, copied_in_bulk, prepare
-from drivetrain_triton.linear_stream import best_of, boxes, store_best, stream_products, together
+from drivetrain_triton.linear_stream import best_of, boxes, store_best, stream_products
 from drivetrain_triton.linear_tiles import HEAD_OUTS, STREAM_ROWS, WIDE_TOKENS, Tiles, choose, fits
-from drivetrain_triton.linear_wide import GROUPED, HALF, STAGES, STEP, bring, sums_of, tile_place
+from drivetrain_triton.linear_wide import GROUPED, HALF, STAGES, STEP, bring, share_of, signals, sums_of, tile_place
 from drivetrain_triton.target import Target
 
 
@@ -56,22 +54,10 @@ def wide_best(
     """
     if OVERLAPS:
         cuda.gdc_launch_dependents()
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    token_tiles = (M + 2 * HALF - 1) // (2 * HALF)
-    weight_tiles = (N + PANEL - 1) // PANEL
-    count = (token_tiles * weight_tiles - program + programs - 1) // programs
-    steps = (K + STEP - 1) // STEP
-
+    program, programs, token_tiles, weight_tiles, count, steps = share_of(M, N, K, PANEL)
     panels = gl.allocate_shared_memory(weight.dtype, [STAGES, PANEL, STEP], weight.layout)
     rows = gl.allocate_shared_memory(x.dtype, [STAGES * 2, HALF, STEP], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    hopper.fence_async_shared()
-    together()
+    full, empty = signals(STAGES)
     # Tuples that are named would turn their constants into numbers of run time.
     gl.warp_specialize([
         (keep_best, (best, panels, rows, full, empty, program, programs, count, steps, token_tiles, weight_tiles, M, N,

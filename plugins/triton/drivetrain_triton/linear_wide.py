@@ -16,14 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra import cuda
 
 from drivetrain_triton.launch import kernel
-from drivetrain_triton.linear import Call, copied_in_bulk
+from drivetrain_triton.linear import KINDS, Call, copied_in_bulk
 from drivetrain_triton.linear_stream import activated, boxes, together
 from drivetrain_triton.linear_tiles import WIDE_OUTS, WIDE_TOKENS
 from drivetrain_triton.target import Target
 
 STAGES = 4
 GROUPED = 8  # token tiles that go through all weights together
-KINDS = ("", "silu", "gelu", "gelu_tanh")  # by the number that a kernel is told
 HALF = gl.constexpr(64)  # tokens of one group of warps
 STEP = gl.constexpr(64)  # inputs of a stage: what a swizzled row of shared memory holds
 
@@ -36,6 +35,31 @@ def tile_place(tile, token_tiles, weight_tiles, GROUP: gl.constexpr):
     size = gl.minimum(token_tiles - first, GROUP)
     inner = tile % every
     return first + inner % size, inner // size
+
+
+@gluon.jit
+def share_of(M, N, K, OUTS: gl.constexpr):
+    """(program, programs, token tiles, weight tiles of OUTS, tiles of this program, steps of a tile)"""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    token_tiles = (M + 2 * HALF - 1) // (2 * HALF)
+    weight_tiles = (N + OUTS - 1) // OUTS
+    count = (token_tiles * weight_tiles - program + programs - 1) // programs
+    steps = (K + STEP - 1) // STEP
+    return program, programs, token_tiles, weight_tiles, count, steps
+
+
+@gluon.jit
+def signals(STAGES: gl.constexpr):
+    """(full, empty) [STAGES, 1], ready for use: one copying warp fills a stage, two groups of warps have read it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    hopper.fence_async_shared()
+    together()
+    return full, empty
 
 
 @gluon.jit
@@ -99,14 +123,17 @@ def silu(x):
 
 @gluon.jit
 def gated(total, dtype: gl.constexpr, KIND: gl.constexpr):
-    """Sums [tokens, gate and up columns] -> [tokens, columns] float32; roundings as by separate kernels."""
+    """Sums [tokens, gate and up columns] -> [tokens, columns] float32; roundings as by separate kernels.
+
+    KIND: a place in ``KINDS``.
+    """
     tokens: gl.constexpr = total.shape[0]
     outs: gl.constexpr = total.shape[1] // 2
     gate, up = gl.split(gl.permute(gl.reshape(total, [tokens, 2, outs]), [0, 2, 1]))
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    if KIND == 1:
+    if KIND == 0:
         gate = silu(gate)
-    elif KIND == 2:
+    elif KIND == 1:
         gate = activated(gate, "gelu")
     else:
         gate = activated(gate, "gelu_tanh")
@@ -115,11 +142,8 @@ def gated(total, dtype: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def send(total, out, results, row, column, KIND: gl.constexpr):
-    """Write sums, gated if they are, by a bulk copy that may still be on its way afterwards."""
-    if KIND > 0:
-        result = gated(total, results.dtype, KIND)
-    else:
-        result = total
+    """Write gated sums by a bulk copy that may still be on its way afterwards."""
+    result = gated(total, results.dtype, KIND)
     tma.store_wait(0)
     together()  # the last result has been read
     results.store(result.to(results.dtype))
@@ -179,33 +203,21 @@ def wide_products(
     STAGES: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Any number of programs: out [M, N] of x [M, K] and weights [N, K], or with KIND of N gate rows, then N up rows.
+    """Any number of programs: out [M, N] of x [M, K] and weights [2 N, K], N gate rows and then N up rows.
 
-    ``weight`` describes them in boxes of a panel (gated: half of one) by STEP, ``x`` in boxes [HALF, STEP], ``out`` in
-    boxes [HALF, PANEL, or half of it]. All give zeros outside and write nothing there.
+    ``weight`` describes them in boxes of half a PANEL by STEP, ``x`` in boxes [HALF, STEP], ``out`` in boxes of HALF by
+    half a PANEL. All give zeros outside and write nothing there.
     """
     if OVERLAPS:
         cuda.gdc_launch_dependents()
-    GATED: gl.constexpr = KIND > 0
-    OUTS: gl.constexpr = PANEL // 2 if GATED else PANEL
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    token_tiles = (M + 2 * HALF - 1) // (2 * HALF)
-    weight_tiles = (N + OUTS - 1) // OUTS
-    count = (token_tiles * weight_tiles - program + programs - 1) // programs
-    steps = (K + STEP - 1) // STEP
+    OUTS: gl.constexpr = PANEL // 2
+    program, programs, token_tiles, weight_tiles, count, steps = share_of(M, N, K, OUTS)
 
     panels = gl.allocate_shared_memory(weight.dtype, [STAGES, PANEL, STEP], weight.layout)
     rows = gl.allocate_shared_memory(x.dtype, [STAGES * 2, HALF, STEP], x.layout)
     first_results = gl.allocate_shared_memory(out.dtype, [HALF, OUTS], out.layout)
     second_results = gl.allocate_shared_memory(out.dtype, [HALF, OUTS], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    hopper.fence_async_shared()
-    together()
+    full, empty = signals(STAGES)
     # Tuples that are named would turn their constants into numbers of run time.
     gl.warp_specialize([
         (multiply, (out, panels, rows, full, empty, first_results, program, programs, count, steps, token_tiles,
@@ -213,7 +225,7 @@ def wide_products(
         (multiply, (out, panels, rows, full, empty, second_results, program, programs, count, steps, token_tiles,
                     weight_tiles, gl.constexpr(1), KIND, OUTS, GROUP, STAGES)),
         (bring, (weight, x, panels, rows, full, empty, program, programs, count * steps, steps, token_tiles,
-                 weight_tiles, N, OUTS, GATED, GROUP, STAGES, OVERLAPS)),
+                 weight_tiles, N, OUTS, gl.constexpr(True), GROUP, STAGES, OVERLAPS)),
     ], [4, 1], [232, 40])  # fmt: skip
 
 

@@ -378,10 +378,17 @@ def test_what_another_engine_of_the_process_holds_is_in_use(monkeypatch):
     assert (found.context, found.others, found.total) == (35 + CODE_BYTES, 0, 100)
 
 
-def test_the_head_and_a_greedy_draw_are_one_only_where_that_is_asked_for():
-    from drivetrain_cuda.ops import Providers
+@pytest.mark.parametrize("set_to", [None, "on", "off"])
+def test_the_head_and_a_greedy_draw_are_one_unless_that_is_turned_off(monkeypatch, set_to):
+    from drivetrain_cuda import backend as module
 
+    card = SimpleNamespace(major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=232448)
+    for name, value in {"is_available": True, "set_device": None, "get_device_properties": card}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *given, value=value: value)
+    monkeypatch.setattr(module, "torch_runtime", lambda *given, **more: torch_runtime("cpu"))
+    monkeypatch.setattr(module, "CudaGraphs", lambda device: None)
+    option = next(one for one in plugin.backend_info().options if one.key == "greedy_head")
+    view = ConfigView(options={option.key: set_to or option.default})
     run = (linear(role="lm_head"), DrawSpec(dtype="float32", vocabulary=linear().out_features))
-    assert Providers(target=SM90).fuse(run) is not None
-    assert Providers(target=SM90, greedy_head=False).fuse(run) is None
-    assert next(one for one in plugin.backend_info().options if one.key == "greedy_head").default == "off"
+    assert (module.open_backend(0, view).fuse(run) is None) is (set_to == "off")
+    assert module.open_backend(0, replace(view, deterministic=True)).fuse(run) is None
