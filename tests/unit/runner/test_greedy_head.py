@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from drivetrain.dist.executors import InlineExecutor
 from drivetrain.models.build import build
 from drivetrain.models.families import read_spec
 from drivetrain.models.source import resolve
@@ -15,17 +17,22 @@ from drivetrain.ops import Ops
 from drivetrain.ops.reference import REFERENCE
 from drivetrain.ops.reference.dense import ReferenceLinear
 from drivetrain.runner.batch import step_limits
+from drivetrain.runner.drafter import RandomDrafter
 from drivetrain.runner.drawing import Drawer
 from drivetrain.runner.dummies import capture_plan
 from drivetrain.runner.graphs import Captured
+from drivetrain.runner.rows import LOGPROBS, NON_GREEDY
+from drivetrain.runner.runner import Runner
 from drivetrain.runner.warmup import warm_up
 from drivetrain_api.v1 import DrawSpec, Fused, LinearSpec, Provided, SamplingInputs
 from tests.checkpoints import tiny_checkpoint
 from tests.unit.runner.devices import device, host
+from tests.unit.runner.fakes import Job, MiniScheduler, drive
 from tests.unit.runner.test_graph_sampling import serve as serve_mixed
-from tests.unit.runner.test_graphs import real_runner, serve
+from tests.unit.runner.test_graphs import BLOCKS, real_runner, serve
 
 VOCABULARY, HIDDEN, ROWS = 53, 8, 5
+ODD_TOKENS = np.int32(-0x55555556)  # a mask's word: 0xAAAAAAAA
 
 
 class Head:
@@ -155,16 +162,81 @@ def made_report(runner):
     return ops.report
 
 
-@pytest.mark.parametrize("kind", ["cpu", "mirage"])
-def test_rows_that_ask_for_more_get_it(checkpoint, kind: str) -> None:
-    wanted, made = serve_mixed(real_runner(checkpoint, device("cpu")), 1), []
+def ways_of(runner: Runner) -> set[tuple[bool, bool, bool]]:
+    """Filled by draws from now on: (of a replayed step's rows all at once, for more than tokens, by logits)."""
+    ways, calls, drawer, inner = set(), [], runner._sampler._drawer, runner._draw
+    logits = drawer._logits
+    drawer._logits = lambda hidden: (calls.append(len(hidden)), logits(hidden))[1]
+
+    def draw(flight, part, mask):
+        before, asks = len(calls), bool(part.facts & (NON_GREEDY | LOGPROBS)) or mask is not None
+        done = inner(flight, part, mask)
+        ways.add((flight.captured is not None and part.arrays.whole, asks, len(calls) > before))
+        return done
+
+    runner._draw = draw
+    return ways
+
+
+def serve_changing(runner: Runner, depth: int) -> list[Job]:
+    """Greedy rows, joined for a while by one that draws at random and by one that reports."""
+    some = {"start": {"temperature": 0.9, "seed": 11}, "arrive": 7}, {"start": {"logprobs": 2}, "arrive": 22}
+    todo = [Job(prompt=[9 + i, 60, 33 * i], max_new=36 - i) for i in range(3)]
+    todo += [Job(prompt=[5, 71, 12], max_new=6, **each) for each in some]
+    size, groups = runner.backend.storage.block_tokens[0], len(runner.decoder.groups)
+    sched = MiniScheduler(rows=5, budget=40, block_tokens=size, num_blocks=BLOCKS, groups=groups)
+    for job in todo:
+        sched.add(job)
+    drive(InlineExecutor(runner), sched, depth=depth)
+    return todo
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mirage", "mirage-static"])
+@pytest.mark.parametrize("serve_some", [serve_changing, serve_mixed])
+def test_rows_that_ask_for_more_get_it(checkpoint, kind: str, serve_some) -> None:
+    """Steps of greedy rows alone and steps with one that is not, eager and replayed."""
+    wanted, made = serve_some(real_runner(checkpoint, device("cpu")), 1), []
     runner = real_runner(checkpoint, claiming(device(kind, native=True), made), depth=2)
     warm_up(runner, step_limits(runner.backend.shapes, 6, 48))
-    got = serve_mixed(runner, 2)
+    ways = ways_of(runner)
+    got = serve_some(runner, 2)
     for left, right in zip(got, wanted, strict=True):
         assert left.out == right.out and not left.error and len(left.logprobs) == len(right.logprobs)
-    assert made[0].rows
+    assert all(asks is by_logits for _, asks, by_logits in ways)
+    if serve_some is serve_changing:
+        assert {(kind != "cpu", False, False), (kind != "cpu", True, True)} <= ways
     runner.close()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mirage", "mirage-static"])
+def test_masks_and_drafts_of_greedy_rows(checkpoint, kind: str) -> None:
+    """Masked rows draw by logits, rows beside them and drafts to verify without."""
+
+    def served(backend) -> tuple[list[Job], set[tuple[bool, bool, bool]]]:
+        runner = real_runner(checkpoint, backend, depth=2, max_drafts=2)
+        runner._sampler._drafter = RandomDrafter(runner.decoder.spec.vocabulary, 2)
+        ways, size = ways_of(runner), runner.backend.storage.block_tokens[0]
+        sched = MiniScheduler(
+            rows=5, budget=40, block_tokens=size, num_blocks=BLOCKS, groups=len(runner.decoder.groups), max_drafts=2
+        )
+        todo = [Job(prompt=[7 + i, 60, 30 + i], max_new=9, start={"max_drafts": 2 * (i % 2)}) for i in range(5)]
+        todo[0].late = todo[3].late = True
+        for job in todo:
+            sched.add(job)
+        words = -(-runner.decoder.spec.vocabulary // 32)
+        drive(InlineExecutor(runner), sched, depth=2, late=lambda job: np.full(words, ODD_TOKENS, np.int32))
+        runner.close()
+        return todo, ways
+
+    made: list = []
+    (wanted, before), (got, after) = served(device("cpu")), served(claiming(device(kind, native=True), made))
+    assert [job.out for job in got] == [job.out for job in wanted] and not any(job.error for job in got)
+    for job in got:
+        odd = all(token % 2 for token in job.out)
+        assert len(job.out) == 9 and odd is job.late
+    masked = (False, True, True)
+    assert before == {masked, (False, False, True)} and after == {masked, (False, False, False)}
+    assert max(made[0].rows) > sum(not job.late for job in got), "drafts are verified so too"
 
 
 def test_a_wrong_claim_shows(checkpoint) -> None:
