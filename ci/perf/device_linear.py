@@ -52,9 +52,6 @@ FRAGMENTS = {
 }
 # (block_n, block_k, warps, stages); block_m: the rows, at least 8
 STREAMS = (
-    (64, 64, 4, 6),  # of up to 64 rows within 113 KB: the next kernel's program fits beside
-    (64, 128, 4, 3),
-    (128, 64, 4, 4),
     (64, 128, 4, 4),
     (64, 128, 4, 6),
     (64, 256, 4, 3),
