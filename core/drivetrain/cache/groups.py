@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Protocol
 
 import numpy as np
 
 from drivetrain.cache.pool import Pool
+from drivetrain.cache.prefix import MOST_PIECES, PIECE
 from drivetrain.cache.sizing import GroupPlan
 
 
@@ -36,6 +38,51 @@ class Group(Protocol):
         """Return the name of the block at a table index."""
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks in a row that were found together. ``names_of(names)``: theirs; ``names``: what these were then."""
+
+    blocks: list[int]
+    names_of: Callable[[Any], tuple[bytes | None, ...]]
+    names: tuple[bytes | None, ...]
+
+
+class Runs:
+    """Blocks of pieces of prompts that came last, by the digest at a piece's end. A piece is ``units`` hash units; what
+    was remembered holds as long as each of its blocks still has its name."""
+
+    def __init__(self, units: int, blocks: int, names: list[bytes | None]) -> None:
+        self._units, self._blocks, self._names = units, blocks, names
+        self._runs: dict[bytes, Run] = {}
+
+    def find(self, digests: Sequence[bytes], count: int) -> list[int]:
+        """Return the blocks of the first table indices, at most ``count``, as far as they are remembered."""
+        found: list[int] = []
+        blocks, at = self._blocks, self._units - 1
+        while blocks and len(found) + blocks <= count:
+            run = self._runs.get(digests[at])
+            if run is None or run.names_of(self._names) != run.names:
+                break
+            found += run.blocks
+            at += self._units
+        return found
+
+    def note(self, digests: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        """Remember whole pieces of blocks, which lie at the table's indices from ``first`` on and have the names that
+        these digests give them."""
+        size = self._blocks
+        if not size:
+            return
+        for at in range(-first % size, len(blocks) - size + 1, size):
+            key = digests[((first + at) // size + 1) * self._units - 1]
+            part = list(blocks[at : at + size])
+            names_of = itemgetter(*part)
+            self._runs.pop(key, None)
+            if len(self._runs) >= MOST_PIECES:
+                del self._runs[next(iter(self._runs))]
+            self._runs[key] = Run(part, names_of, names_of(self._names))
+
+
 class PagedGroup:
     """Full attention and sliding windows: a block for each ``block_tokens`` tokens.
 
@@ -50,6 +97,8 @@ class PagedGroup:
         self.number, self.plan = number, plan
         self.granule = max(size, unit)
         self._index = pool.groups[number].index
+        together = PIECE * unit // size if PIECE * unit % size == 0 and PIECE * unit > size else 0
+        self._runs = Runs(PIECE, together, pool.groups[number].names)
         self._size, self._unit, self._window = size, unit, plan.window
         self._parts = unit // size if unit > size else 0
         self._places = np.arange(self._parts, dtype=np.int32)
@@ -94,13 +143,34 @@ class PagedGroup:
         return 0
 
     def _run_from_start(self, digests: Sequence[bytes], limit: int) -> int:
-        names = self._names(digests, 0, limit // self._size)
-        found = len(list(takewhile(self._index.__contains__, names)))
-        return limit if found == len(names) else found * self._size // self.granule * self.granule
+        count = limit // self._size
+        found = len(self._found(digests, count))
+        return limit if found == count else found * self._size // self.granule * self.granule
+
+    def _found(self, digests: Sequence[bytes], count: int) -> list[int]:
+        """Return the blocks of the first ``count`` table indices up to the first that is not cached."""
+        found = self._runs.find(digests, count)
+        known = len(found)
+        if known < count:
+            for block in map(self._index.get, self._names(digests, known, count)):
+                if block is None:
+                    break
+                found.append(block)
+            self._runs.note(digests, known, found[known:])
+        return found
 
     def blocks_at(self, digests: Sequence[bytes], length: int) -> tuple[int, list[int]]:
         first, end = self.first_needed(length), length // self._size
+        if not first:
+            found = self._found(digests, end)
+            if len(found) == end:
+                return 0, found
         return first, list(map(self._index.__getitem__, self._names(digests, first, end)))
+
+    def named(self, digests: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        """A row's blocks from a table index on have just got names: they will be looked up together."""
+        if self._window is None:
+            self._runs.note(digests, first, blocks)
 
     def _names(self, digests: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
         """Return the names of the blocks at table indices first .. end - 1; ``name_of`` over many."""

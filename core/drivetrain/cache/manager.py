@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
@@ -88,20 +87,22 @@ class CacheManager:
         indices = [(group, length // group.plan.block_tokens - 1) for group in self.paged]
         return [(g.number, self.pool.groups[g.number].index[g.name_of(digests, index)]) for g, index in indices]
 
-    def open(self, row: int, digests: Sequence[bytes], length: int) -> list[Held] | None:
+    def open(self, row: int, digests: Sequence[bytes], length: int) -> list[Sequence[int]] | None:
         """Give a row the cached blocks of a prefix that ``longest`` returned, and working blocks for states.
 
-        Returns the shared blocks it builds on; None, and nothing held, when a working block lacks.
+        Returns the shared blocks it builds on, by group; None, and nothing held, when a working block lacks.
         """
         found = [group.blocks_at(digests, length) for group in self.groups]
-        shared = [held for number, (_, blocks) in enumerate(found) for held in zip(repeat(number), blocks)]
-        for number, (_, blocks) in enumerate(found):
+        shared: list[Sequence[int]] = [blocks for _, blocks in found]
+        for number, blocks in enumerate(shared):
             self.pool.hold_many(number, blocks)
         working = [self.pool.take(group.number) for group in self.recurrent]
         if not all(working):
-            taken = [(g.number, b) for g, b in zip(self.recurrent, working, strict=True) if b]
-            for number, block in [*shared, *taken]:
-                self.pool.drop(number, block)
+            for number, blocks in enumerate(shared):
+                self.pool.drop_many(number, blocks)
+            for group, block in zip(self.recurrent, working, strict=True):
+                if block:
+                    self.pool.drop(group.number, block)
             return None
         for group, block in zip(self.recurrent, working, strict=True):
             self._start_state(group, row, block, found[group.number][1])
@@ -237,9 +238,15 @@ class CacheManager:
         for group in self.paged:
             number = group.number
             first, last = group.named_upto(begin), group.named_upto(end)
-            for index, block in enumerate(self.tables[number][row, first:last].tolist(), first):
-                if block and self.pool.name(number, block, group.name_of(digests, index)):
-                    new.append((number, block))
+            blocks = self.tables[number][row, first:last].tolist()
+            named = [
+                (number, block)
+                for index, block in enumerate(blocks, first)
+                if block and self.pool.name(number, block, group.name_of(digests, index))
+            ]
+            if len(named) == len(blocks):
+                group.named(digests, first, blocks)
+            new += named
         return new
 
     def publish_units(self, rows: np.ndarray, units: np.ndarray, digests: Sequence[bytes]) -> None:

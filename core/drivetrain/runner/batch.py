@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from drivetrain_api.v1 import ShapePolicy, bucket
 
 if TYPE_CHECKING:
     from drivetrain.sched.plan import StepPlan
+
+KEPT_TOKENS, KEPT_PLACES = 256, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,15 @@ class BatchArrays:
     steady: bool = False
 
 
+class QueryPlaces(NamedTuple):
+    """Where a step's query tokens lie, with padding: see ``BatchArrays``. Never written."""
+
+    query_start: np.ndarray
+    token_row: np.ndarray
+    token_offset: np.ndarray
+    max_query_len: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleArrays:
     """Rows of one step that sample together: n of them, N logits rows (verification rows have one a query
@@ -110,6 +121,7 @@ class BatchBuilder:
         self.block_tokens = block_tokens
         self.max_widths = max_widths
         self._count = np.arange(64, dtype=np.int32)
+        self._kept: dict[tuple[int, int, int], QueryPlaces] = {}  # rows and tokens of a shape, tokens of its one row
         self._fill_constants(64)
 
     def shape(self, plan: StepPlan) -> BatchShape:
@@ -137,11 +149,35 @@ class BatchBuilder:
 
     def arrays(self, plan: StepPlan, shape: BatchShape) -> BatchArrays:
         """Lay a plan out in a shape at least as large as its own."""
-        real, tokens = plan.num_rows, token_count(plan)
-        if plan.num_decode == real == shape.rows == shape.tokens and not plan.dummy:
+        tokens = token_count(plan)
+        if plan.num_decode == plan.num_rows == shape.rows == shape.tokens and not plan.dummy:
             return self._steady(plan, shape)
-        padded, excess = shape.rows - real, shape.tokens - tokens
+        places = self._places(plan, shape, tokens)
+        host_ids = np.full(shape.tokens, self.policy.pad_token, np.int32)
+        first = tokens - len(plan.prompt_ids)
+        host_ids[first:tokens] = plan.prompt_ids
+        return BatchArrays(
+            shape=shape,
+            rows=padded_to(plan.rows, shape.rows, self._padding_row),
+            start=padded_to(plan.start, shape.rows, 0),
+            num_new=padded_to(plan.num_new, shape.rows, 0),
+            query_start=places.query_start,
+            token_row=places.token_row,
+            token_offset=places.token_offset,
+            host_ids=host_ids,
+            bounds=padded_to(plan.bounds, shape.rows, 0),
+            max_query_len=places.max_query_len,
+        )
+
+    def _places(self, plan: StepPlan, shape: BatchShape, tokens: int) -> QueryPlaces:
+        """Say where the query tokens lie; those of one row in a small shape are kept."""
+        kept = plan.num_rows == 1 and shape.tokens <= KEPT_TOKENS
+        found = self._kept.get((shape.rows, shape.tokens, tokens)) if kept else None
+        if found is not None:
+            return found
         counts = np.zeros(shape.rows, np.int32)
+        real = plan.num_rows
+        padded, excess = shape.rows - real, shape.tokens - tokens
         counts[:real] = plan.num_new
         if excess:
             counts[real:] = excess // padded
@@ -151,21 +187,12 @@ class BatchBuilder:
         count = self.count(max(shape.tokens, shape.rows))
         token_row = np.repeat(count[: shape.rows], counts)
         token_offset = count[: shape.tokens] - query_start[token_row]
-        host_ids = np.full(shape.tokens, self.policy.pad_token, np.int32)
-        first = tokens - len(plan.prompt_ids)
-        host_ids[first:tokens] = plan.prompt_ids
-        return BatchArrays(
-            shape=shape,
-            rows=padded_to(plan.rows, shape.rows, self._padding_row),
-            start=padded_to(plan.start, shape.rows, 0),
-            num_new=padded_to(plan.num_new, shape.rows, 0),
-            query_start=query_start,
-            token_row=token_row,
-            token_offset=token_offset,
-            host_ids=host_ids,
-            bounds=padded_to(plan.bounds, shape.rows, 0),
-            max_query_len=int(counts.max(initial=0)),
-        )
+        found = QueryPlaces(query_start, token_row, token_offset, int(counts.max(initial=0)))
+        if kept:
+            if len(self._kept) >= KEPT_PLACES:
+                self._kept.clear()
+            self._kept[shape.rows, shape.tokens, tokens] = found
+        return found
 
     def _steady(self, plan: StepPlan, shape: BatchShape) -> BatchArrays:
         rows = shape.rows

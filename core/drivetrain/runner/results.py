@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,15 @@ def assemble(
 def _whole(plan: StepPlan, packed: np.ndarray) -> StepResult:
     """The common case: every row drew one token, save prompts that go on, and nothing else was asked for."""
     n, padded = plan.num_rows, len(packed) // 2
+    if n == 1:
+        counts = np.ones(1, np.int32) if plan.num_decode else plan.sample.astype(np.int32)
+        broken = bool(counts[0]) and not math.isfinite(packed[padded : padded + 1].view(np.float32)[0])
+        return StepResult(
+            plan_id=plan.plan_id,
+            tokens=packed[:1].reshape(1, 1),
+            counts=counts,
+            non_finite=np.zeros(1, np.int32) if broken else EMPTY,
+        )
     finite, counts = np.isfinite(packed[padded : padded + n].view(np.float32)), np.full(n, 1, np.int32)
     if plan.num_decode < n:
         finite, counts = finite | ~plan.sample, plan.sample.astype(np.int32)

@@ -25,8 +25,10 @@ NON_GREEDY, TOP_K, TOP_P, MIN_P, LOGPROBS, DRAFTS, POOLING, DELTA = (1 << i for 
 # What a start sets: computed, temperature, top_p, min_p (bits), top_k, sample, delta, seed low, seed high, last token.
 START_FIELDS = 10
 START = struct.Struct("=i3f3iQi")
+FEW = 8  # starts and blocks of a plan
 LINE = 128  # words: every part of the tables' words begins where an allocation of its own would
-NO_ROWS = np.zeros(0, np.int32)
+NO_STARTS = np.zeros(0, np.int32), np.zeros((START_FIELDS, 0), np.int32)
+NO_COLUMNS = np.zeros((2, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,8 @@ class RowTables:
         neutral[2 * rows : 3 * rows] = np.float32(1.0).view(np.int32)
         sizes = [rows * width for width in shape.widths]
         self._offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+        self._bases = [place.size + offset for offset in self._offsets[:-1].tolist()]  # words before each table
+        self._pairs = list(zip(place.places.tolist(), place.strides.tolist(), strict=True))
         self._memory = self._one_memory(place.size + int(self._offsets[-1]))
         if self._memory is None:
             words, flat = runtime.from_host(neutral), runtime.zeros((int(self._offsets[-1]),), self._slot_dtype)
@@ -216,7 +220,8 @@ class RowTables:
                 pack.add(f"starts{count}", np.stack((self._place.of_starts(piece[0]), piece[1:])).reshape(2, -1))
                 count += 1
         if len(plan.blocks):
-            for number, piece in enumerate(self._pieces(self._block_columns(plan.blocks, groups), self._null_write())):
+            columns = self._block_columns(plan.blocks, groups).astype(np.int32)
+            for number, piece in enumerate(self._pieces(columns, self._null_write())):
                 pack.add(f"blocks{number}", piece)
                 count += 1
         return count
@@ -224,20 +229,42 @@ class RowTables:
     def _pack_whole(self, plan: StepPlan, groups: Sequence[int], pack: Pack) -> int:
         """``pack`` where all is one memory: places of starts, then of blocks, [n] int64 as pairs of words, which a
         scatter takes without converting, and their values [n]."""
-        parts = []
-        if plan.starts:
-            rows, values = self._start_columns(plan.starts)
-            columns = np.empty((2, *values.shape), np.int32)
-            columns[0], columns[1] = self._place.of_starts(rows), values
-            parts.append(columns.reshape(2, -1))
-        if len(plan.blocks):
-            columns = self._block_columns(plan.blocks, groups)
-            columns[0] += self._place.size
-            parts.append(columns)
-        if parts:
-            whole = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-            pack.add("changes", np.concatenate((whole[0].astype(np.int64).view(np.int32), whole[1])))
-        return min(len(parts), 1)
+        if len(plan.starts) + len(plan.blocks) <= FEW:
+            return self._pack_few(plan, groups, pack)
+        rows, values = self._start_columns(plan.starts) if plan.starts else NO_STARTS
+        columns = self._block_columns(plan.blocks, groups) if len(plan.blocks) else NO_COLUMNS
+        starts = START_FIELDS * len(rows)
+        count = starts + columns.shape[1]
+        if not count:
+            return 0
+        whole = np.empty(3 * count, np.int32)
+        places, new = whole[: 2 * count].view(np.int64), whole[2 * count :]
+        if starts:
+            places[:starts], new[:starts] = self._place.of_starts(rows).ravel(), values.ravel()
+        if count > starts:
+            np.add(columns[0], self._place.size, out=places[starts:])
+            new[starts:] = columns[1]
+        pack.add("changes", whole)
+        return 1
+
+    def _pack_few(self, plan: StepPlan, groups: Sequence[int], pack: Pack) -> int:
+        """The same where little changes: one by one, which then takes less than arrays do."""
+        places: list[int] = []
+        values = []
+        for start in {start.row: start for start in plan.starts}.values():
+            places += [place + stride * start.row for place, stride in self._pairs]
+            values.append(start_words(start))
+        blocks: dict[int, int] = {}  # by place: the last write wins
+        for row, group, index, block in plan.blocks.tolist() if len(plan.blocks) else ():
+            for one, base, width in zip(groups, self._bases, self.shape.widths, strict=True):
+                if one == group:
+                    blocks[base + row * width + index] = block
+        if not places and not blocks:
+            return 0
+        words = struct.pack(f"={len(places) + len(blocks)}q", *places, *blocks)
+        words += b"".join(values) + struct.pack(f"={len(blocks)}i", *blocks.values())
+        pack.add("changes", np.frombuffer(words, np.int32))
+        return 1
 
     def apply(self, views: dict[str, torch.Tensor]) -> None:
         """Queue what ``pack`` added."""
@@ -282,24 +309,11 @@ class RowTables:
     def _start_columns(self, starts: Sequence[RowStart]) -> tuple[np.ndarray, np.ndarray]:
         """Return rows [n] and the values of their fields [START_FIELDS, n]. Of one row's starts the last counts."""
         chosen = list({start.row: start for start in starts}.values()) if len(starts) > 1 else starts
-        lines = [
-            START.pack(
-                s.computed,
-                *(s.temperature, s.top_p, s.min_p),
-                *(s.top_k, s.sample_index, s.position_delta),
-                s.seed & 0xFFFFFFFFFFFFFFFF,
-                max(s.last_token, 0),
-            )
-            for s in chosen
-        ]
-        columns = np.frombuffer(b"".join(lines), np.int32).reshape(-1, START_FIELDS).T
+        columns = np.frombuffer(b"".join(map(start_words, chosen)), np.int32).reshape(-1, START_FIELDS).T
         return np.array([s.row for s in chosen], np.int32), columns
 
     def _block_columns(self, blocks: np.ndarray, groups: Sequence[int]) -> np.ndarray:
-        """Turn (row, group, index, block) into [2, n]: place in the flat table, block id. The last write
-        wins."""
-        if len(blocks) == 0:
-            return np.zeros((2, 0), np.int32)
+        """Turn (row, group, index, block) into [2, n] int64: place in the flat table, block id. The last write wins."""
         parts = []
         for table, (group, width) in enumerate(zip(groups, self.shape.widths, strict=True)):
             which = blocks[:, 1] == group
@@ -307,7 +321,8 @@ class RowTables:
             part = np.empty((2, len(mine)), np.int64)
             np.multiply(mine[:, 0], width, out=part[0], dtype=np.int64)
             part[0] += mine[:, 2]
-            part[0] += self._offsets[table]
+            if table:
+                part[0] += self._offsets[table]
             part[1] = mine[:, 3]
             parts.append(part)
         columns = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
@@ -315,7 +330,18 @@ class RowTables:
             _, first_from_the_end = np.unique(columns[0, ::-1], return_index=True)
             if len(first_from_the_end) < columns.shape[1]:
                 columns = columns[:, columns.shape[1] - 1 - first_from_the_end]
-        return columns.astype(np.int32)
+        return columns
+
+
+def start_words(start: RowStart) -> bytes:
+    """Return the ``START_FIELDS`` words that a start sets, in order."""
+    return START.pack(
+        start.computed,
+        *(start.temperature, start.top_p, start.min_p),
+        *(start.top_k, start.sample_index, start.position_delta),
+        start.seed & 0xFFFFFFFFFFFFFFFF,
+        max(start.last_token, 0),
+    )
 
 
 def flags_of(start: RowStart) -> int:

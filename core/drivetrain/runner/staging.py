@@ -98,7 +98,7 @@ class Pack:
             at += size
         runtime.upload(source, target)
         slot.event = runtime.stream().record()
-        parts = torch.split(target, sizes) if len(sizes) > 1 else (target,)
+        parts = target.split_with_sizes(sizes) if len(sizes) > 1 else (target,)
         return {
             name: part if array.ndim == 1 else part.view(array.shape)
             for name, array, part in zip(self.names, self.arrays, parts, strict=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from drivetrain.cache.connector import Connector
 from drivetrain.cache.manager import CacheManager, Held
-from drivetrain.cache.prefix import DIGEST_BYTES, Chain, PrefixRoot
+from drivetrain.cache.prefix import DIGEST_BYTES, Chain, Known, PrefixRoot
 from drivetrain.params import Finished, FinishReason, GenerateRequest, Started
 from drivetrain.sched.plan import RowStart
 from drivetrain.sched.policy import Policy
@@ -106,10 +106,10 @@ class Writing:
             self.blocks[plan_id] = written
             self.plan_of.update({(group, block): plan_id for group, block, _ in written})
 
-    def shared(self, reader: int, held: Sequence[Held]) -> None:
-        """A request builds on these blocks."""
-        if self.plan_of:
-            for group, block in held:
+    def shared(self, reader: int, held: Sequence[Sequence[int]]) -> None:
+        """A request builds on these blocks of each group."""
+        for group, blocks in enumerate(held) if self.plan_of else ():
+            for block in blocks:
                 plan_id = self.plan_of.get((group, block))
                 if plan_id is not None:
                     self.hits.setdefault(plan_id, []).append((reader, group, block))
@@ -157,6 +157,8 @@ class SchedulerState:
     writing: Writing = field(default_factory=Writing)
     in_flight: dict[int, list[int]] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
+    known: Known = field(default_factory=Known)
+    last_root: tuple[object, bytes] = (None, b"")  # what a chain's root is made of beside the model, and that root
     ones: Ones = field(init=False)
     places: np.ndarray = field(init=False)  # 0 .. unit - 1
     next_plan: int = 0
@@ -182,15 +184,19 @@ class SchedulerState:
 
     def new_chain(self, asked: GenerateRequest) -> Chain:
         """Return an empty chain for a request."""
-        root = PrefixRoot(
-            model=self.config.model,
-            layout=self.config.layout,
-            adapter=asked.adapter,
-            cache_salt=asked.cache_salt,
-            fanout=None if self.config.prefix_caching else asked.fanout,
-            media=tuple(array_digest(a) for a in (asked.embeds, asked.positions) if a is not None),
-        )
-        return Chain(root.digest(self.cache.unit), self.cache.unit)
+        media = tuple([array_digest(a) for a in (asked.embeds, asked.positions) if a is not None])
+        own = asked.adapter, asked.cache_salt, None if self.config.prefix_caching else asked.fanout, media
+        if own != self.last_root[0]:
+            root = PrefixRoot(
+                model=self.config.model,
+                layout=self.config.layout,
+                adapter=asked.adapter,
+                cache_salt=asked.cache_salt,
+                fanout=own[2],
+                media=media,
+            )
+            self.last_root = own, root.digest(self.cache.unit)
+        return Chain(self.last_root[1], self.cache.unit, self.known)
 
     def publish_confirmed(self, row: int) -> None:
         """Name the blocks of a row that are complete, confirmed and not yet named."""

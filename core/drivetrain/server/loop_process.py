@@ -47,6 +47,7 @@ from drivetrain.server.messages import (
 LAUNCH_SECONDS = 3600.0
 LOOK_SECONDS = 1.0  # how often a process that is not told anything looks whether its front end is there
 NAP_SECONDS = 0.001
+LULL_SECONDS = 0.002  # without work the figures are not told before: who has just got an answer may ask again
 log = logging.getLogger("drivetrain.loop")
 
 
@@ -84,7 +85,7 @@ class Driver:
         self._parent = parent
         self._accepted: list[int] = []
         self._next_beat = 0.0
-        self._was_busy = True
+        self._was_busy = False
         self._stopped = False
         self._rest: Callable[[], float] = getattr(loop, "rest", lambda: math.inf)
         self._fill: Callable[[], None] = getattr(loop, "fill", lambda: None)
@@ -94,6 +95,9 @@ class Driver:
         """Serve. Returns when told to stop; an exception out of a step passes through."""
         while not self._stopped:
             busy = self._loop.has_work()
+            if self._was_busy and not busy:
+                self._take_messages(LULL_SECONDS)
+                busy = self._loop.has_work()
             self._beat(busy)
             self._take_messages(0.0 if busy else min(self._rest(), self._beat_seconds))
             if self._loop.has_work():

@@ -113,7 +113,7 @@ def test_a_stated_share_goes_at_most_and_then_nothing_more() -> None:
     while giving.ask(PIECE):
         assert giving.settled()
     row = small.cache.open(0, [], 0)
-    assert row == [] and small.cache.extend(0, 96), "the longest sequence still fits"
+    assert row == [[], []] and small.cache.extend(0, 96), "the longest sequence still fits"
 
 
 @pytest.mark.parametrize("places", [1, 7, 13, 1 << 18])

@@ -13,7 +13,7 @@ from drivetrain.config import EngineConfig
 from drivetrain.errors import DrivetrainError
 from drivetrain.params import GenerateRequest, SamplingParams, StepOutputs
 from drivetrain.server import loop_process
-from drivetrain.server.loop_process import Driver, serve
+from drivetrain.server.loop_process import LULL_SECONDS, Driver, serve
 from drivetrain.server.messages import PROTOCOL, Launch, LoopError, Stats, Stop, submit_of
 
 BEAT = 0.25
@@ -63,10 +63,10 @@ def drive(told: Told) -> list[object]:
 
 
 def test_pieces_are_done_without_work_only_and_messages_are_seen_between_them() -> None:
-    log = drive(Idling(steps=2, pieces=3, looks=7))
-    assert log[:4] == [0.0, "step", 0.0, "step"]
-    assert log[4:10] == ["rest", 0.0] * 3
-    assert log[10:] == ["rest", BEAT] * 2, "with none left it sleeps on the socket"
+    log = drive(Idling(steps=2, pieces=3, looks=8))
+    assert log[:5] == [0.0, "step", 0.0, "step", LULL_SECONDS]
+    assert log[5:11] == ["rest", 0.0] * 3
+    assert log[11:] == ["rest", BEAT] * 2, "with none left it sleeps on the socket"
 
 
 def test_nothing_put_off_means_sleep_at_once() -> None:
@@ -123,7 +123,7 @@ def test_moments_of_the_messages_pass_where_they_are_sent() -> None:
 
 
 def test_a_loop_that_puts_nothing_off_needs_no_such_call() -> None:
-    assert drive(Told(steps=1, pieces=9, looks=3)) == [0.0, "step", BEAT, BEAT]
+    assert drive(Told(steps=1, pieces=9, looks=4)) == [0.0, "step", LULL_SECONDS, BEAT, BEAT]
 
 
 class Slow:
