@@ -47,6 +47,7 @@ class Loop:
         self._flights: deque[Flight] = deque()
         self._steps = 0
         self._put_off = True
+        self._owed = False  # some of it, since the last step
         self._later_at = 0.0
         self._rested_at = time.perf_counter() + REST_SECONDS
 
@@ -66,14 +67,15 @@ class Loop:
     def step(self) -> tuple[StepOutputs, ...]:
         """Fill the pipeline, then commit the oldest result. Returns what the outside must hear, in order."""
         self.fill()
+        if self._owed:
+            self._work_off()
         outputs = self.scheduler.take_events()
         if self._flights:
             self._sample_late()
             outputs = (*outputs, self._commit_oldest())
             self._sample_late()
             if self._put_off:
-                self._work_off()
-                self._rested_at = time.perf_counter() + REST_SECONDS
+                self._owed, self._rested_at = True, time.perf_counter() + REST_SECONDS
         return outputs
 
     def fill(self) -> None:
@@ -82,8 +84,11 @@ class Loop:
             self._submit(plan)
 
     def settle(self) -> None:
-        """Tidy up after requests that ended; called once their ends are told."""
+        """Tidy up after requests that ended, and do some of what was put off; called once a step's tokens are told.
+        Without a call the next step does that part, while the device works on it."""
         self.scheduler.settle()
+        if self._owed:
+            self._work_off()
 
     def rest(self) -> float:
         """Called when there is no work. Without work for ``REST_SECONDS``, one piece of what was put off is done: soon
@@ -102,11 +107,13 @@ class Loop:
 
     def _work_off(self) -> None:
         """The same between steps, for at most ``LATER_SHARE`` of the time."""
+        self._owed = False
         begin = time.perf_counter()
         if begin >= self._later_at:
             self.idle()
             end = time.perf_counter()
             self._later_at = end + (end - begin) / LATER_SHARE
+            self._rested_at = end + REST_SECONDS
 
     def _submit(self, plan: StepPlan) -> None:
         passed("planned")

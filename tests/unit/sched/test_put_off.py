@@ -102,3 +102,18 @@ def test_steps_ask_no_more_once_there_is_none(put_off) -> None:
         run(made.loop)
     assert made.asked == 2 and len(made.done) == 1
     assert not made.loop.idle() and made.asked == 2
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_step_tells_its_tokens_before_any_piece_is_done(put_off, settles: bool) -> None:
+    made = put_off(3)
+    made.loop.submit(ask(0, prompt(9, 0), 3, eos_ids=()))
+    tokens = 0
+    while not tokens:
+        tokens += sum(len(outputs.tokens) for outputs in made.loop.step())
+    assert not made.done
+    if settles:
+        made.loop.settle()
+        assert len(made.done) == 1
+    made.loop.step()
+    assert len(made.done) == 1, "one between two steps, whoever gives time for it"
