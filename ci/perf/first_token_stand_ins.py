@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from drivetrain.runner import graphs
 from drivetrain.runner.batch import BatchShape
 from drivetrain.runner.forward import BATCH_ARRAYS
+from drivetrain.runner.rows import RowTables
 from drivetrain.runner.sampler import RowUpdate
 
 
@@ -19,9 +21,11 @@ class Lengths:
 
 
 def put_stand_ins(runner: Any) -> None:
-    """Let small steps and single decode rows run as captured ones of which only the host's part is left: no layers and
-    no draws, the first token is whatever lies in memory."""
-    tokens = (16, 32)
+    """Let steps with prompts and single decode rows run as captured ones of which only the host's part is left: no
+    layers and no draws, the first token is whatever lies in memory. Rows are kept as on an accelerator, in words."""
+    tokens = (16, 32, 8192)
+    runner.tables = RowTables(runner.runtime, replace(runner.tables.shape, slot_dtype="int32"))
+    runner.passes.tables = runner.tables
     runner.graphs.buckets = (1,)
     runner.graphs._captured = {1: _stand_in(runner, 1, 1, graphs.DECODE_FED, [1, 1])}
     rows = graphs.CHUNK_ROWS
