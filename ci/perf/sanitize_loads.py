@@ -1,8 +1,7 @@
 """Small calls that between them run every kernel of ``plugins/triton``: what the sanitizer watches.
 
-Inputs are random. New tensors begin as not-a-numbers (the largest number, if they hold integers), so that what a kernel
-should have written and did not shows; results of our own calls are looked at for that. The cases of the ops' references
-serve for all ops that have them. Each load names the kernels that it is there for.
+Inputs are random. ``Poisoned``: what a kernel should have written and did not shows; results of our own calls are
+looked at for that. The cases of the ops' references serve for all ops that have them. Each load names its kernels.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ import pkgutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 import drivetrain_triton
 from drivetrain.ops.cases.attention import Shape, attention_case, fill_cache, make_batch, make_rows, make_spec
@@ -44,6 +45,16 @@ OF_128 = Shape(heads=4, kv_heads=2, head_dim=128, v_head_dim=128)
 OF_20 = Shape(heads=6, kv_heads=2, head_dim=20, v_head_dim=20)
 WIDE = Shape(heads=2, kv_heads=1, head_dim=256, v_head_dim=256)
 LONG = 16384 + 264  # elements of a row that no program holds whole
+
+
+class Poisoned(TorchFunctionMode):
+    """New tensors begin as not-a-numbers, or the largest number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in launch.UNFILLED or made.dtype == torch.bool:
+            return made
+        return made.fill_(float("nan") if made.is_floating_point() else torch.iinfo(made.dtype).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,29 +303,17 @@ def invariant(site: Site) -> None:
     turned(site, OF_20, ((77, 1), (600, 20)), deterministic=True)
 
 
-def orderly(site: Site) -> None:
-    """What warp_specialize itself does in shared memory."""
+def control(name: str, site: Site) -> None:
+    """One of the control kernels."""
     from sanitize_controls import run_control
 
-    run_control("orderly", site.device)
-
-
-def racing(site: Site) -> None:
-    """A race."""
-    from sanitize_controls import run_control
-
-    run_control("racing", site.device)
+    run_control(name, site.device)
 
 
 SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "max_position_embeddings": 4096,
-}
+    "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096,
+}  # fmt: skip
 # (prompt lengths, new tokens): together in one engine, one after the other
 REQUESTS = (((300,), 2), ((20, 3), 2), ((40,) * 8, 2), ((17,) * 40, 2), ((700,), 3), ((260, 1, 9, 130), 2))
 
@@ -359,7 +358,7 @@ def engine(site: Site) -> None:
 
 
 LOADS = (
-    Load("orderly", orderly, ("orderly",), ahead=False),
+    Load("orderly", partial(control, "orderly"), ("orderly",), ahead=False),
     Load("prompts", prompts, ("prompt_kernel", "write_kernel")),
     Load("wide", wide, ("wide_products", "wide_best", "stream_products", "_choose")),
     Load("streams", decode_streams, ("token_stream_kernel",)),
@@ -370,7 +369,7 @@ LOADS = (
     Load("sampling", sampling, ("_prepare", "_scan", "_choose", "_scale", "_limits", "_keep", "_log_softmax")),
     Load("invariant", invariant, ("invariant_kernel", "join_kernel", "invariant_products", "add_shares")),
     Load("engine", engine, ("prompt_kernel", "token_stream_kernel", "row_products", "stream_products"), ahead=False),
-    Load("racing", racing, ("racing",), ahead=False),
+    Load("racing", partial(control, "racing"), ("racing",), ahead=False),
 )
 
 
@@ -397,4 +396,4 @@ def site_of(device: str) -> Site:
     return Site(Place(runtime=runtime, storage=storage), target_of(runtime.device, overlap=True))
 
 
-__all__ = ["LOADS", "Load", "Site", "every_kernel", "site_of"]
+__all__ = ["LOADS", "Load", "Poisoned", "Site", "every_kernel", "site_of"]

@@ -9,7 +9,7 @@ lie between the two accesses, and is listed with the proof.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from sanitize_order import Code, Unclear, disassembled, fits, ordered
 
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
-ACCESS = re.compile(r"(\w+) access at (?:0x[0-9a-f]+ in )?([\w$]+)\+0x([0-9a-f]+)")
+ACCESS = re.compile(r"(\w+) access at (?:0x[0-9a-f]+ in )?(\S.*?)\+0x([0-9a-f]+)\b")
 FIRST, NEXT = "Race reported between", "and "
 
 
@@ -38,6 +38,11 @@ class Race:
     others: list[Access] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     proof: list[str] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[Access]:
+        """Every access of the report."""
+        return [self.first, *self.others]
 
     @property
     def cleared(self) -> bool:
@@ -105,18 +110,20 @@ def proof_of(one: Access, other: Access, kernels: Kernels) -> str:
     return proofs[0] if proofs and all(proofs) else ""
 
 
-def judged(text: str, kernels: Kernels, racing: str = "") -> dict[str, Any]:
+def judged(text: str, kernels: Kernels, racing: str = "", ours: Collection[str] = ()) -> dict[str, Any]:
     """What a tool said: ``errors`` by its own summary (None: it did not end), races ``cleared`` with their proofs, how
-    many reports of the kernel ``racing``, which has one, were ``expected``, and how many are ``left`` after both."""
+    many reports of the kernel ``racing``, which has one, were ``expected``, those of kernels that are not ``ours`` (if
+    it is known which are), and how many are ``left`` after all three."""
     summary = SUMMARY.findall(text)
     races = races_in(text)
     for race in races:
         race.proof = [proof_of(race.first, other, kernels) for other in race.others]
     cleared = [race for race in races if race.cleared]
     expected = [race for race in races if not race.cleared and racing and race.first.kernel == racing]
+    foreign = [race.text for race in races if ours and all(one.kernel and one.kernel not in ours for one in race.all)]
     errors = int(summary[-1]) if summary else None
     if errors is not None and errors < len(races):  # it prints more than it counts: nothing is put aside
-        return {"errors": errors, "left": len(races), "cleared": [], "expected": 0}
-    left = None if errors is None else errors - len(cleared) - len(expected)
+        return {"errors": errors, "left": len(races), "cleared": [], "expected": 0, "foreign": []}
+    left = None if errors is None else errors - len(cleared) - len(expected) - len(foreign)
     said = [{"report": race.text, "never_meet": race.proof} for race in cleared]
-    return {"errors": errors, "left": left, "cleared": said, "expected": len(expected)}
+    return {"errors": errors, "left": left, "cleared": said, "expected": len(expected), "foreign": foreign}

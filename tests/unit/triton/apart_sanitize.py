@@ -137,6 +137,10 @@ def test_loads_run_every_kernel(monkeypatch):
 
 
 def test_what_is_not_written_is_noticed():
+    with sanitize_loads.Poisoned():
+        assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(2).isnan().all()
+        assert int(torch.empty_like(torch.zeros(2, dtype=torch.int32)).min()) == 2**31 - 1
+        assert torch.empty(2, dtype=torch.float8_e4m3fn).float().isnan().all()
     sanitize_loads.written(torch.ones(3), torch.full((2,), 2**31 - 1))
     with pytest.raises(RuntimeError, match="not written whole"):
         sanitize_loads.written(torch.ones(3), torch.tensor([1.0, float("nan")]))

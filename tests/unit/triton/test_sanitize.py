@@ -71,6 +71,15 @@ def test_races_without_a_proof_stay(tmp_path):
     assert races_in(odd)[1].others == [Access("", "", -1)], "a line that is not understood clears nothing"
 
 
+def test_races_of_kernels_that_are_not_ours_are_told_apart(tmp_path):
+    name = "void at::native::sort<(int)2, float>(T2 *, int)"
+    text = RACES.replace("prompt_kernel+0x9f70", f"{name}+0x10").replace("prompt_kernel+0x12eb0", f"{name}+0x20")
+    found = judged(text, Kernels(tmp_path, Path("nvdisasm")), "", {"prompt_kernel"})
+    assert (found["left"], len(found["foreign"])) == (1, 1) and name in found["foreign"][0][0]
+    half = RACES.replace("prompt_kernel+0x9f70", f"{name}+0x10")
+    assert judged(half, Kernels(tmp_path, Path("nvdisasm")), "", {"prompt_kernel"})["left"] == 2
+
+
 def test_a_barrier_between_two_accesses():
     code = Code.of(CODE)
     assert code.barriers() == ["0x1"]
