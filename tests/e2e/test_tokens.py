@@ -11,6 +11,7 @@ from tests.checkpoints import hf_greedy, hf_logits, random_ids, tiny_checkpoint
 from tests.e2e.harness import Served
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
+OTHERS = ("mistral", "qwen2")  # families and variants: tokens from the cache and without it
 WAYS = {
     "one_shot": {"max_num_batched_tokens": 256},
     "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
@@ -21,12 +22,16 @@ WAYS = {
 PROMPTS = [random_ids(40, 1), random_ids(5, 2), random_ids(71, 3), random_ids(1, 4)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *OTHERS])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / request.param)
 
 
-@pytest.mark.parametrize("way", WAYS)
+EVERY = [(family, way) for family in FAMILIES for way in WAYS]
+EVERY += [(family, way) for family in OTHERS for way in ("chunked", "no_prefix_cache")]
+
+
+@pytest.mark.parametrize(("checkpoint", "way"), EVERY, indirect=["checkpoint"])
 def test_64_greedy_tokens_equal_transformers(checkpoint: Path, way: str, engine_device: str) -> None:
     want = hf_greedy(checkpoint, PROMPTS, 64)
     served = Served(checkpoint, engine_device, **WAYS[way])

@@ -22,6 +22,8 @@ LLAMA = {
     "max_position_embeddings": 256,
 }
 QWEN = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
     "vocab_size": 97,
@@ -44,7 +46,8 @@ BANDS = {
 
 def test_every_listed_architecture_is_read_by_its_own_family():
     for architecture in FAMILIES:
-        config = {**(GEMMA if "Gemma" in architecture else LLAMA), "head_dim": 6, "architectures": [architecture]}
+        config = {**(GEMMA if "Gemma" in architecture else LLAMA), "head_dim": 6, "num_key_value_heads": 1}
+        config["architectures"] = [architecture]
         if architecture.endswith("ConditionalGeneration"):
             config = {"architectures": [architecture], "text_config": config}
         assert read_spec(config, "float32").architecture == architecture
@@ -108,6 +111,17 @@ def test_qwen_windows_begin_at_max_window_layers():
     assert off.layers[0].mixer.head_dim == 128
 
 
+def test_mistral_has_a_window_unless_its_configuration_says_null():
+    assert {layer.mixer.window for layer in read_spec(MISTRAL, "float32").layers} == {4096}
+    assert {layer.mixer.window for layer in read_spec({**MISTRAL, "sliding_window": 7}, "float32").layers} == {7}
+    assert {layer.mixer.window for layer in read_spec({**MISTRAL, "sliding_window": None}, "float32").layers} == {None}
+
+
+def test_qwen2_has_biases_on_q_k_and_v_alone():
+    mixer = read_spec(QWEN2, "float32").layers[0].mixer
+    assert (mixer.qkv_bias, mixer.out_bias, mixer.head_norm) == (True, False, None)
+
+
 def test_frequencies_follow_the_definition():
     rope = Rope(theta=10000.0, rotary_dim=8)
     plain = [10000.0 ** (-2 * i / 8) for i in range(4)]
@@ -141,6 +155,12 @@ REFUSED = [
     (LLAMA, {"head_dim": 6, "rope_parameters": {"rope_type": "llama3", "factor": 2}}, "low_freq_factor"),
     (QWEN, {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
     (QWEN, {"use_sliding_window": True, "layer_types": ["linear_attention"] * 3}, "'linear_attention'"),
+    (MISTRAL, {"attention_bias": True}, "attention_bias"),
+    (MISTRAL, {"mlp_bias": True}, "mlp_bias"),
+    (MISTRAL, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    (MISTRAL, {"sliding_window": "wide"}, "sliding_window"),
+    (QWEN2, {"mlp_bias": True}, "mlp_bias"),
+    (QWEN2, {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     (GEMMA, {"hidden_activation": "relu2"}, "hidden_activation"),
     (GEMMA, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),

@@ -17,6 +17,8 @@ from drivetrain.models.spec import ModelSpec
 
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "drivetrain.models.families.llama",
+    "MistralForCausalLM": "drivetrain.models.families.mistral",
+    "Qwen2ForCausalLM": "drivetrain.models.families.qwen2",
     "Qwen3ForCausalLM": "drivetrain.models.families.qwen3",
     "Gemma3ForCausalLM": "drivetrain.models.families.gemma3",
     "Gemma3ForConditionalGeneration": "drivetrain.models.families.gemma3",

@@ -156,6 +156,20 @@ def sliding_layers(fields: Fields, count: int, *, every: int) -> tuple[bool, ...
     return tuple((layer + 1) % pattern != 0 for layer in range(count))
 
 
+def upper_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Each layer's window as Qwen's configurations give it: none without ``use_sliding_window``, else the layers that
+    ``layer_types`` names, or those from ``max_window_layers`` on."""
+    count = fields.whole("num_hidden_layers")
+    if not fields.flag("use_sliding_window"):
+        return (None,) * count
+    window = fields.whole("sliding_window", 4096)
+    types = fields.layer_types(count)
+    if types is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = fields.whole("max_window_layers", 28) if fields.raw("max_window_layers") != 0 else 0
+    return tuple(window if layer >= first else None for layer in range(count))
+
+
 def read_rope(fields: Fields, head_dim: int) -> Rope:
     """The model's one rope: ``rope_parameters`` as of Transformers 5, else ``rope_theta`` and ``rope_scaling``."""
     key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.models.families.config import Fields, check_heads, head_dim_of, read_rope
 from drivetrain.models.naming import Naming, named
@@ -25,6 +25,20 @@ TABLE = {
 }
 
 
+class Biases(NamedTuple):
+    """Which linears have one."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+
+
+def attention_biases(fields: Fields, *, mlp: bool = False) -> Biases:
+    """All of attention's as ``attention_bias`` says."""
+    bias = fields.flag("attention_bias")
+    return Biases(qkv=bias, out=bias, mlp=mlp)
+
+
 def spec(config: Mapping[str, Any], dtype: str) -> ModelSpec:
     """Read a Llama configuration. ModelError naming the key that is missing or not supported."""
     fields = Fields(config)
@@ -34,7 +48,7 @@ def spec(config: Mapping[str, Any], dtype: str) -> ModelSpec:
         dtype,
         architecture="LlamaForCausalLM",
         windows=(None,) * count,
-        mlp_bias=fields.flag("mlp_bias"),
+        biases=attention_biases(fields, mlp=fields.flag("mlp_bias")),
     )
 
 
@@ -49,7 +63,7 @@ def decoder(
     *,
     architecture: str,
     windows: tuple[int | None, ...],
-    mlp_bias: bool = False,
+    biases: Biases,
     head_norms: bool = False,
 ) -> ModelSpec:
     """A pre-norm decoder. ``windows``: one a layer, None for full attention; ``head_norms``: norms on q's and k's
@@ -59,11 +73,10 @@ def decoder(
     check_heads(heads, kv_heads)
     head_dim = head_dim_of(fields, hidden, heads)
     norm = RmsNorm(eps=fields.number("rms_norm_eps", 1e-6), round_before_weight=True)
-    bias = fields.flag("attention_bias")
     ffn = GatedMlp(
         intermediate=fields.whole("intermediate_size"),
         activation=fields.activation("hidden_act", "silu"),
-        bias=mlp_bias,
+        bias=biases.mlp,
     )
 
     def layer(window: int | None) -> LayerSpec:
@@ -75,8 +88,8 @@ def decoder(
             scale=head_dim**-0.5,
             window=window,
             head_norm=norm if head_norms else None,
-            qkv_bias=bias,
-            out_bias=bias,
+            qkv_bias=biases.qkv,
+            out_bias=biases.out,
         )
         return LayerSpec(mixer=mixer, ffn=ffn, mixer_norm=norm, ffn_norm=norm)
 

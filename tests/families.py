@@ -1,0 +1,95 @@
+"""Configurations of tiny checkpoints: every family, and a variant for each switch that changes what it computes.
+
+Sizes: a prime vocabulary, one key-value head, head sizes that are no power of two, odd widths, a window of 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 293  # prime; 256 bytes, 5 special tokens, 32 merges
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
+PAD, BOS, EOS = 0, 1, 2
+SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 60,
+    "intermediate_size": 77,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+# family -> (Transformers' model type, its configuration)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "llama",
+        dict(SHARED, num_hidden_layers=3, num_attention_heads=3, head_dim=20, tie_word_embeddings=False),
+    ),
+    "mistral": (
+        "mistral",
+        dict(SHARED, num_hidden_layers=3, num_attention_heads=3, head_dim=20, sliding_window=8),
+    ),
+    "qwen2": (
+        "qwen2",
+        dict(SHARED, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True),
+    ),
+    "qwen3": (
+        "qwen3",
+        dict(SHARED, num_hidden_layers=3, num_attention_heads=5, head_dim=24, tie_word_embeddings=True),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        dict(
+            SHARED,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            head_dim=24,
+            sliding_window=8,
+            query_pre_attn_scalar=20,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=True,
+        ),
+    ),
+}
+FAMILIES["gemma3_text"] = FAMILIES["gemma3"]
+OFFSET_NORMS = ("gemma3_text",)  # model types whose norms' weights are stored less 1
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# name -> (family, overrides): what else the families have to get right
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-131": ("llama", dict(tie_word_embeddings=True, vocab_size=131)),
+    "llama-rope3": ("llama", dict(rope_parameters=LLAMA3_ROPE)),
+    "llama-biases": ("llama", dict(attention_bias=True, mlp_bias=True, num_attention_heads=6, num_key_value_heads=3)),
+    "mistral": ("mistral", {}),
+    "mistral-full": (
+        "mistral",
+        dict(sliding_window=None, head_dim=None, num_attention_heads=6, tie_word_embeddings=True),
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2-untied": ("qwen2", dict(tie_word_embeddings=False, head_dim=24, num_key_value_heads=1)),
+    "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "qwen3": ("qwen3", {}),
+    "qwen3-untied": ("qwen3", dict(tie_word_embeddings=False)),
+    "qwen3-window": ("qwen3", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "gemma3": ("gemma3", {}),
+    "gemma3-untied": ("gemma3", dict(tie_word_embeddings=False)),
+    "gemma3-scaled": (
+        "gemma3",
+        dict(
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            final_logit_softcapping=20.0,
+            attn_logit_softcapping=15.0,
+        ),
+    ),
+}
