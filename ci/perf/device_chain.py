@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import triton
-from linear_parts import DEVICE, SHAPES, launch, operands_of, timed
+from linear_parts import DEVICE, SHAPES, launch, operands_of, table_of, timed
 from torch.nn import functional
 from triton import language as tl
 
 from drivetrain_triton.linear import product_call
-from drivetrain_triton.linear_tiles import Tiles, choose
+from drivetrain_triton.linear_tiles import Tiles
 from drivetrain_triton.overlap import let_next_begin, wait_for_earlier
 from drivetrain_triton.target import Target
 
@@ -99,19 +99,22 @@ def chain_weights(model: str) -> list[dict[str, torch.Tensor]]:
 def best_tiles(results: dict[str, Any], rows: int) -> dict[str, Tiles]:
     """The fastest right variant of each shape, or the table's."""
     found = {}
-    for name, (outputs, inputs, _) in SHAPES.items():
+    for name in SHAPES:
         tried = results.get(name, {}).get(rows, {}).get("variants", [])
         good = sorted((one for one in tried if one.get("right")), key=lambda one: one["seconds"])
-        found[name] = Tiles(**good[0]["tiles"]) if good else choose(rows, outputs, inputs, 90)
+        found[name] = Tiles(**good[0]["tiles"]) if good else table_of(name, rows)
     return found
 
 
 def chain_settings(results: dict[str, Any], rows: int) -> dict[str, tuple[dict[str, Tiles] | None, bool]]:
     """name: (tiles, overlaps)."""
-    table = {name: choose(rows, outputs, inputs, 90) for name, (outputs, inputs, _) in SHAPES.items()}
+    table = {name: table_of(name, rows) for name in SHAPES}
+    without = {name: table_of(name, rows, panels=False) for name in SHAPES}
     best = best_tiles(results, rows)
     settings: dict[str, tuple[dict[str, Tiles] | None, bool]] = {"vendor": (None, False)}
     settings |= {"table, overlaps": (table, True), "table, none": (table, False)}
+    if without != table:
+        settings |= {"table without panels, overlaps": (without, True)}
     return settings | {"best, overlaps": (best, True), "best, none": (best, False)}
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import triton
 from device_chain import chains
-from linear_parts import DEVICE, SHAPES, launch, operands_of, shape_dtype, timed
+from linear_parts import DEVICE, PROGRAMS, SHAPES, launch, operands_of, shape_dtype, table_of, timed
 from torch.nn import functional
 
 from drivetrain_triton.linear import Call, Operands, prepare, product_call
-from drivetrain_triton.linear_tiles import MOST_SHARES, STREAM_ROWS, Tiles, bucket, choose, fits
+from drivetrain_triton.linear_tiles import MOST_SHARES, PANEL_FEWEST, PANEL_SHARES, STREAM_ROWS, Tiles, bucket, fits
 from drivetrain_triton.target import Target
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -62,6 +62,17 @@ STREAMS = (
     (128, 128, 8, 4),
     (256, 64, 8, 4),
 )
+# (block_n, block_k, stages, row_stages) of all programs at once
+PANELS = (
+    (32, 128, 4, 4),
+    (32, 128, 6, 4),
+    (32, 64, 12, 8),
+    (64, 128, 4, 4),
+    (64, 128, 6, 6),
+    (64, 64, 8, 8),
+    (128, 64, 4, 4),
+)
+PANEL_PROGRAMS = 64  # at least
 # (block_m, block_n, block_k, warps, stages) of more rows than the table has
 MANY = (
     (64, 128, 128, 4, 3),
@@ -84,22 +95,24 @@ class Chosen:
     way = ""
 
 
-def variants(rows: int, outputs: int, inputs: int) -> Iterator[Tiles]:
+def variants(name: str, rows: int) -> Iterator[Tiles]:
     """All tiles that are tried for a shape; the table's own first."""
+    outputs, inputs, kind = SHAPES[name]
     if rows > STREAM_ROWS:
         found = [Tiles("stream", m, n, k, warps, stages=stages) for m, n, k, warps, stages in MANY]
         yield from (one for one in found if fits(one, rows, outputs, inputs))
         return
-    found = [choose(rows, outputs, inputs, 90)]
+    found = [table_of(name, rows), table_of(name, rows, panels=False)]
     for n, k, warps in (ROW_ONE if rows == 1 else ROW_MORE) if rows <= 4 else ():
         found.append(Tiles("rows", rows, n, k, warps=warps))
     size = bucket(rows) if rows > 4 else 8
     if rows > 1:
         found += [Tiles("fragments", m, n, k, warps=warps) for m, n, k, warps in FRAGMENTS.get(size, ())]
     found += streams(rows, outputs, inputs)
-    found = [one for one in found if one == found[0] or not Chosen.way or one.way == Chosen.way]
-    found = [one for one in found if one == found[0] or inputs % one.block_k == 0]
-    yield from dict.fromkeys(one for one in found if fits(one, rows, outputs, inputs))
+    found += panels(rows, outputs) if shape_dtype(name) != torch.float32 else ()
+    found = [one for one in found if one in found[:2] or not Chosen.way or one.way == Chosen.way]
+    found = [one for one in found if one in found[:2] or inputs % one.block_k == 0]
+    yield from dict.fromkeys(one for one in found if fits(one, rows, outputs, inputs, PROGRAMS, bool(kind)))
 
 
 def streams(rows: int, outputs: int, inputs: int) -> Iterator[Tiles]:
@@ -111,6 +124,14 @@ def streams(rows: int, outputs: int, inputs: int) -> Iterator[Tiles]:
         sizes = {most_m, most_m // 2} if rows >= 32 and outputs <= 8192 else {most_m}
         for shares in sorted(counts):
             yield from (Tiles("stream", m, n, k, warps, shares, stages) for m in sizes)
+
+
+def panels(rows: int, outputs: int) -> Iterator[Tiles]:
+    """``linear_panel`` with shares so that most multiprocessors have a program."""
+    for n, k, stages, row_stages in PANELS if PANEL_FEWEST <= rows <= STREAM_ROWS else ():
+        for shares in PANEL_SHARES:
+            if outputs // n * shares >= PANEL_PROGRAMS:
+                yield Tiles("panel", bucket(rows), n, k, shares=shares, stages=stages, row_stages=row_stages)
 
 
 def meta_call(name: str, rows: int, tiles: Tiles, target: Target) -> Call:
@@ -204,8 +225,8 @@ def one_variant(
 def label(tiles: dict[str, Any]) -> str:
     """Tiles in short."""
     text = f"{tiles['way']} {tiles['block_m']}x{tiles['block_n']}x{tiles['block_k']} w{tiles['warps']}"
-    if tiles["way"] == "stream":
-        text += f" x{tiles['shares']} s{tiles['stages']}"
+    if tiles["way"] in ("stream", "panel"):
+        text += f" x{tiles['shares']} s{tiles['stages']}" + (f"/{tiles['row_stages']}" if tiles["row_stages"] else "")
     return text
 
 
@@ -224,7 +245,7 @@ def one_shape(name: str, rows_list: list[int], target: Target) -> dict[int, dict
         x = all_x[:rows].contiguous()
         base = timed(vendor(x, weights, name)) / len(weights)
         tried = []
-        for tiles in variants(rows, outputs, inputs):
+        for tiles in variants(name, rows):
             tried.append(one_variant(x, weights, name, want[:rows], (target, tiles)))
         results[rows] = {"vendor_seconds": base, "bytes": nbytes, "variants": tried}
         report(name, rows, nbytes, base, tried)
@@ -249,9 +270,8 @@ def report(name: str, rows: int, nbytes: int, base: float, tried: list[dict[str,
 def literal(tiles: Tiles) -> str:
     """Tiles as source."""
     values = list(asdict(tiles).values())
-    return f"Tiles({', '.join(json.dumps(one) if isinstance(one, str) else str(one) for one in values[:5])}" + (
-        f", {', '.join(str(one) for one in values[5:])})" if tiles.way == "stream" else ")"
-    )
+    count = {"stream": 7, "panel": 8}.get(tiles.way, 5)
+    return f"Tiles({', '.join(json.dumps(one) if isinstance(one, str) else str(one) for one in values[:count])})"
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -278,13 +298,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    target = Target(kind="cuda", arch=90, multiprocessors=132, shared_bytes=232448, overlaps=True)
+    target = Target(kind="cuda", arch=90, multiprocessors=PROGRAMS, shared_bytes=232448, overlaps=True)
     rows_list = [int(one) for one in given.rows.split(",") if one] or list(ROWS)
     wanted = [one for one in given.shapes.split(",") if one]
     names = [name for name in SHAPES if not wanted or name in wanted or name[0] in wanted]
     sizes = [(name, rows) for name in names for rows in rows_list] if given.only != "chain" else []
     Chosen.way = given.way
-    jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(r, *SHAPES[n][:2])]
+    jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(n, r)]
     out: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "argv": sys.argv[1:]}
     # Before anything touches the device: workers are forks, with contexts of their own.
     with multiprocessing.get_context("fork").Pool(given.workers) as pool:

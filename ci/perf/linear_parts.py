@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "plugins/triton"), str(ROOT / "plugins/api")]
 
 from drivetrain_triton.linear import Call, Operands  # noqa: E402
+from drivetrain_triton.linear_tiles import Tiles, choose, choose_panel  # noqa: E402
 
 DEVICE, REPLAYS = "cuda", 15
+PROGRAMS = 132  # multiprocessors of an H200
 # name: (weight rows, inputs, activation); A: Llama-3.1-8B, C: Qwen3-0.6B
 SHAPES = {
     "A.qkv": (6144, 4096, ""),
@@ -33,6 +35,13 @@ SHAPES = {
 def shape_dtype(name: str) -> torch.dtype:
     """Logits are float32."""
     return torch.float32 if name.endswith("head") else torch.bfloat16
+
+
+def table_of(name: str, rows: int, *, panels: bool = True) -> Tiles:
+    """Tiles of a shape by the tables, with those of ``linear_panel`` or without."""
+    outputs, inputs, kind = SHAPES[name]
+    found = choose_panel(rows, outputs, inputs, 90, 2, PROGRAMS, bool(kind)) if panels else None
+    return found or choose(rows, outputs, inputs, 90)
 
 
 def operands_of(x: torch.Tensor, weight: torch.Tensor, name: str, out: torch.Tensor | None = None) -> Operands:

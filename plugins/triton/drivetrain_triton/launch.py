@@ -50,7 +50,7 @@ MOST_THREADS = 32
 # Kernels that take longest to compile (seconds, where others take a fifth of one): they are begun first.
 SLOW = (
     "prompt_kernel", "prefill_kernel", "token_kernel", "decode_kernel", "_limits", "_scan", "stream_products",
-    "wide_products", "wide_best", "invariant_kernel", "invariant_products",
+    "panel_products", "wide_products", "wide_best", "invariant_kernel", "invariant_products",
 )  # fmt: skip
 RUNTIME = knobs.runtime
 NOT_CONST = repeat(False)

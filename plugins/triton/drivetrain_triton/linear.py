@@ -10,7 +10,16 @@ import torch
 
 from drivetrain_triton.linear_fragments import fragment_products
 from drivetrain_triton.linear_rows import row_products
-from drivetrain_triton.linear_tiles import MAX_PANELS, PARTIAL_BYTES, Tiles, choose, fits, most_rows
+from drivetrain_triton.linear_tiles import (
+    MAX_PANELS,
+    PANEL_TURNS,
+    PARTIAL_BYTES,
+    Tiles,
+    choose,
+    choose_panel,
+    fits,
+    most_rows,
+)
 from drivetrain_triton.target import Target
 
 __all__ = ["Tiles", "choose", "prepare", "product_call", "small_gated", "small_linear", "supports"]
@@ -21,22 +30,29 @@ KINDS = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Parts of split sums, and how many parts of each panel have arrived (zero between launches)."""
+    """Parts of split sums, how many parts of each panel have arrived (zero between launches), and for ``linear_panel``
+    how many ever have."""
 
     partials: torch.Tensor
     arrivals: torch.Tensor
+    turns: torch.Tensor
 
 
 SCRATCH: dict[torch.device, Scratch] = {}
 
 
 def prepare(device: torch.device) -> Scratch:
-    """Make the device's scratch (24 MiB). Call it before a graph is captured; launches on one device follow each
-    other, as on one stream."""
+    """Make the device's scratch (24 MiB). Call it before a graph is captured.
+
+    Launches on one device follow each other, as on one stream: they share the scratch, and programs of ``linear_panel``
+    wait for each other, so that two such launches side by side could wait for ever. Recording a launch on another
+    stream is none.
+    """
     scratch = SCRATCH.get(device)
     if scratch is None:
         partials = torch.empty(PARTIAL_BYTES // 4, dtype=torch.float32, device=device)
-        scratch = Scratch(partials, torch.zeros(MAX_PANELS, dtype=torch.int32, device=device))
+        arrivals, turns = (torch.zeros(size, dtype=torch.int32, device=device) for size in (MAX_PANELS, PANEL_TURNS))
+        scratch = Scratch(partials, arrivals, turns)
         SCRATCH[device] = scratch
     return scratch
 
@@ -81,6 +97,10 @@ def product_call(operands: Operands, target: Target, tiles: Tiles) -> Call:
     """The launch of these operands with these tiles."""
     if tiles.way == "stream":
         return stream_call(operands, target, tiles)
+    if tiles.way == "panel":
+        from drivetrain_triton.linear_panel import panel_call  # not everywhere: it needs Triton's Gluon
+
+        return panel_call(operands, target, tiles)
     x, weight, bias, out, kind = operands
     rows, inputs = x.shape
     sizes = (rows, out.shape[1], inputs, x.stride(0))
@@ -112,6 +132,18 @@ def copied_in_bulk(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
+def tiles_of(operands: Operands, target: Target) -> Tiles:
+    """Tiles by the tables. Logits, of another dtype than x, stay those that ``linear_head`` takes the best of."""
+    x, weight, _, out, kind = operands
+    (rows, inputs), outputs, size = x.shape, weight.shape[0], weight.element_size()
+    arch = target.arch if weight.data_ptr() % 16 == 0 else 0
+    if out.dtype == x.dtype:
+        found = choose_panel(rows, outputs, inputs, arch, size, target.multiprocessors, bool(kind))
+        if found is not None:
+            return found
+    return choose(rows, outputs, inputs, arch, size)
+
+
 def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Tensor:
     """Multiply, with tiles by the table unless given."""
     rows, inputs = operands.x.shape
@@ -119,11 +151,10 @@ def launch(operands: Operands, target: Target, tiles: Tiles | None) -> torch.Ten
         return operands.out
     outputs = operands.weight.shape[0]
     if tiles is None:
-        arch = target.arch if operands.weight.data_ptr() % 16 == 0 else 0
-        tiles = choose(rows, outputs, inputs, arch, operands.weight.element_size())
-    if not fits(tiles, rows, outputs, inputs):
+        tiles = tiles_of(operands, target)
+    if not fits(tiles, rows, outputs, inputs, target.multiprocessors, bool(operands.kind)):
         raise ValueError(f"{tiles} do not fit {rows} rows of {outputs} x {inputs}, or the scratch")
-    if operands.x.stride(1) != 1 or (tiles.way == "stream" and not copied_in_bulk(operands.x)):
+    if operands.x.stride(1) != 1 or (tiles.way in ("stream", "panel") and not copied_in_bulk(operands.x)):
         operands = operands._replace(x=operands.x.clone(memory_format=torch.contiguous_format))
     call = product_call(operands, target, tiles)
     call.kernel[call.grid](*call.args, **call.options)

@@ -21,25 +21,35 @@ WIDE_TOKENS, WIDE_OUTS = 128, 128  # a tile of ``linear_wide``
 WIDE_FULL, WIDE_FEW = 0.95, 0.8  # the least useful part of its work: of many rounds of tiles, of one or two
 HEAD_OUTS, HEAD_USEFUL = 256, 0.8  # the same of the head without logits: a tile's vocabulary, the least useful part
 HEAD_INPUTS = 1024  # the most inputs of a head that gained for more than STREAM_ROWS
+PANEL_FEWEST = 17  # rows: of fewer ``linear_stream`` is no slower
+PANEL_ROWS = 64  # tokens of a product of ``linear_panel``, on the matrix unit's long side
+PANEL_LEAST, PANEL_MOST = 96, 256  # its programs: fewer leave the card idle, more the scratch has no counts for
+PANEL_SHARES = (1, 2, 4, 8)
+PANEL_LINES, PANEL_APART = PANEL_MOST // 2, 8  # panels counted for one number of shares; int32 from count to count
+PANEL_TURNS = (PANEL_SHARES[-1] + 1) * PANEL_LINES * PANEL_APART  # int32 of all counts
+PANEL_BYTES = 16 << 20  # a weight that is small for it
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows, upwards to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """``way``: ``rows`` (float32 products, up to 4 tokens), ``fragments`` (matrix units fed from registers; a step
-    of ``block_k`` is shared by the warps in pieces of 32) or ``stream`` (matrix units fed by bulk copies).
+    of ``block_k`` is shared by the warps in pieces of 32), ``stream`` (matrix units fed by bulk copies) or ``panel``
+    (the same for 17 to 64 rows and small weights, tokens on the long side).
 
     ``block_m`` tokens x ``block_n`` weight rows (gate and up rows both count) x ``block_k`` elements a step. Only for
-    ``stream``: ``stages`` of the ring of copies, and the ``shares`` into which a tile's inputs are cut.
+    ``stream`` and ``panel``: ``stages`` of the ring of copies (``panel``: of weights, ``row_stages`` of rows), and the
+    ``shares`` into which a tile's inputs are cut.
     """
 
-    way: Literal["rows", "fragments", "stream"]
+    way: Literal["rows", "fragments", "stream", "panel"]
     block_m: int
     block_n: int
     block_k: int
     warps: int = 4
     shares: int = 1
     stages: int = 4
+    row_stages: int = 0
 
 
 # (weight rows, inputs): {bucket of rows: tiles}, where a measurement says other than the rules below. Rows of a bucket
@@ -119,6 +129,20 @@ MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
     },
 }
 
+# The same for ``linear_panel``, where it gained over the tiles above in a chain of layers.
+PANELS: dict[tuple[int, int], dict[int, Tiles]] = {
+    (4096, 1024): {
+        32: Tiles("panel", 32, 64, 128, shares=2, stages=4, row_stages=4),
+        64: Tiles("panel", 64, 64, 128, shares=2, stages=4, row_stages=4),
+    },
+    (1024, 2048): {64: Tiles("panel", 64, 32, 128, shares=4, stages=4, row_stages=4)},
+    (6144, 1024): {64: Tiles("panel", 64, 64, 64, shares=1, stages=8, row_stages=8)},
+    (1024, 3072): {
+        32: Tiles("panel", 32, 32, 128, shares=4, stages=6, row_stages=4),
+        64: Tiles("panel", 64, 32, 128, shares=4, stages=6, row_stages=4),
+    },
+}
+
 
 def bucket(rows: int) -> int:
     """The smallest bucket that holds ``rows``; beyond all, the largest."""
@@ -168,8 +192,11 @@ def is_best_kept(rows: int, outs: int, inputs: int, arch: int, item_bytes: int, 
     return inputs <= HEAD_INPUTS and useful >= HEAD_USEFUL
 
 
-def fits(tiles: Tiles, rows: int, outputs: int, inputs: int) -> bool:
-    """Whether the kernel takes the shape and its scratch holds the parts. ``outputs``: weight rows."""
+def fits(tiles: Tiles, rows: int, outputs: int, inputs: int, programs: int = 0, gated: bool = False) -> bool:
+    """Whether the kernel takes the shape and its scratch holds the parts. ``outputs``: weight rows. Only ``panel``
+    asks for ``programs``, the multiprocessors, and whether the weight is ``gated``."""
+    if tiles.way == "panel":
+        return fits_panel(tiles, rows, outputs, inputs, programs, gated)
     blocks, panels = ceil(rows / tiles.block_m), ceil(outputs / tiles.block_n)
     if tiles.way == "rows":
         return blocks == 1 and tiles.block_m <= 4
@@ -181,6 +208,54 @@ def fits(tiles: Tiles, rows: int, outputs: int, inputs: int) -> bool:
     sides = sides and stage * tiles.stages <= STREAM_BYTES and tiles.shares <= ceil(inputs / tiles.block_k)
     size = blocks * panels * tiles.shares * tiles.block_n * tiles.block_m * 4
     return sides and (tiles.shares == 1 or (size <= PARTIAL_BYTES and panels * blocks <= MAX_PANELS))
+
+
+def fits_panel(tiles: Tiles, rows: int, outputs: int, inputs: int, programs: int, gated: bool) -> bool:
+    """Whether ``linear_panel`` takes the shape: whole panels and steps, and all programs on the card at once, since
+    they wait for each other."""
+    panel, shares, step = tiles.block_n, tiles.shares, tiles.block_k
+    whole = outputs % panel == 0 and inputs % (shares * step) == 0
+    sides = (
+        panel in (32, 64, 128) and step in (64, 128, 256) and shares in (PANEL_SHARES[:1] if gated else PANEL_SHARES)
+    )
+    sides = sides and tiles.block_m in (8, 16, 32, 64) and rows <= tiles.block_m and tiles.warps == 4
+    # A stage is given back in the step after: a ring of one would wait for itself.
+    rings = min(tiles.stages, tiles.row_stages) >= 2
+    ring = (panel * tiles.stages + PANEL_ROWS * tiles.row_stages) * step * 2
+    count = outputs // panel * shares
+    parts = count * PANEL_ROWS * panel * 4 <= PARTIAL_BYTES
+    return whole and sides and rings and ring <= STREAM_BYTES and parts and 0 < count <= min(programs, PANEL_MOST)
+
+
+@lru_cache(maxsize=4096)
+def choose_panel(
+    rows: int, outputs: int, inputs: int, arch: int, item_bytes: int, programs: int, gated: bool
+) -> Tiles | None:
+    """Tiles of ``linear_panel`` on a card of ``programs`` multiprocessors; None where it does not take the product, or
+    is not known to gain over what ``choose`` gives."""
+    size = bucket(rows)
+    if not streams(arch, item_bytes, inputs) or not PANEL_FEWEST <= rows <= PANEL_ROWS:
+        return None
+    measured = PANELS.get((outputs, inputs), {}).get(size)
+    if measured is not None and fits(measured, rows, outputs, inputs, programs, gated):
+        return measured
+    if size < PANEL_ROWS or outputs * inputs * item_bytes > PANEL_BYTES:
+        return None
+    return panel_tiles(outputs, inputs, programs, gated)
+
+
+def panel_tiles(outputs: int, inputs: int, programs: int, gated: bool) -> Tiles | None:
+    """Tiles of 64 rows by which most multiprocessors have a program, few of them idle; of equal ones those whose panels
+    are higher. Shares of at least 512 inputs, so that bringing them outlasts their meeting."""
+    best, most = None, PANEL_LEAST - 1
+    for panel, shares in ((64, 1), (64, 2), (32, 1), (32, 2), (32, 4)):
+        steps = inputs // (shares * 128)
+        stages = max(2, min(4 if panel == 64 else 6, steps))
+        tiles = Tiles("panel", PANEL_ROWS, panel, 128, shares=shares, stages=stages, row_stages=max(2, min(4, steps)))
+        count, long = outputs // panel * shares, shares == 1 or steps >= 4
+        if count > most and long and fits(tiles, PANEL_ROWS, outputs, inputs, programs, gated):
+            best, most = tiles, count
+    return best
 
 
 @lru_cache(maxsize=4096)

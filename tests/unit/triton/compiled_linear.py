@@ -1,6 +1,6 @@
 """Compiles the linears of the table for one chip without a device, and prints a line of JSON for each kernel.
 
-    python -m tests.unit.triton.compiled_linear 90 [normed | wide | head]
+    python -m tests.unit.triton.compiled_linear 90 [normed | wide | head | panel]
 
 A process of its own: in the tests' process the same kernels are interpreted.
 """
@@ -20,11 +20,25 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from drivetrain_api.v1 import AddRmsNormSpec
 from drivetrain_triton import linear, linear_normed, linear_normed_tiles
-from drivetrain_triton.linear_tiles import choose
+from drivetrain_triton.linear_tiles import PANELS, choose, choose_panel
 from drivetrain_triton.target import Target
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 SHAPES = ((4096, 4096, ""), (28672, 4096, "silu"), (1024, 3072, ""))
+PANEL = (
+    *((*shape, "silu" if shape == (6144, 1024) else "") for shape in PANELS),
+    (4096, 1024, "gelu"),
+    (8192, 512, "gelu_tanh"),
+    (3072, 2048, ""),
+    (2048, 2048, ""),
+    (8192, 1024, ""),
+)
 NORMED = ((4096, 1024, ""), (6144, 1024, "silu"), (6144, 4096, ""), (28672, 4096, "silu"), (96, 264, ""))
 
 
@@ -75,6 +89,28 @@ def wide_calls(arch):
         yield rows, (6144, 1024, kind), wide_call(x, weight, out, kind, target)
 
 
+def panel_calls(arch):
+    """(rows, shape, call) of small weights at 17 to 64 rows: what was measured, and what the rule gives."""
+    target = Target(kind="cuda", arch=arch, multiprocessors=132, shared_bytes=0, overlaps=True)
+    for outputs, inputs, kind in PANEL:
+        for rows in (32, 64):
+            for dtype, biased in ((torch.bfloat16, False), (torch.float16, True)):
+                tiles = choose_panel(rows, outputs, inputs, arch, 2, 132, bool(kind))
+                if tiles is None or (biased and kind):
+                    continue
+                x, weight, out, bias = (
+                    torch.empty(*shape, dtype=dtype, device="meta")
+                    for shape in (
+                        (rows, inputs),
+                        (outputs, inputs),
+                        (rows, outputs // 2 if kind else outputs),
+                        (outputs,),
+                    )
+                )
+                operands = linear.Operands(x, weight, bias if biased else None, out, kind)
+                yield rows, (outputs, inputs, kind), linear.product_call(operands, target, tiles)
+
+
 def head_calls(arch):
     """(rows, shape, call) of heads without logits."""
     from drivetrain_triton import linear_head  # it needs Triton's Gluon
@@ -93,7 +129,7 @@ def compile_call(call, arch, plain=("M",)):
         tensor = isinstance(value, torch.Tensor)
         signature[name] = TYPES[value.dtype] if tensor else "i32"
         if hasattr(value, "block_shape"):
-            signature[name] = f"tensordesc<bf16{value.block_shape},{value.layout!r}>"
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
             continue
         if tensor or (name not in plain and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -130,7 +166,7 @@ def order(ptx):
 def main():
     arch, seen = int(sys.argv[1]), set()
     calls = ((rows, shape, call_of(rows, shape, arch)) for shape in SHAPES for rows in (1, 2, 8, 64))
-    others = {"normed": normed_calls, "wide": wide_calls, "head": head_calls}
+    others = {"normed": normed_calls, "wide": wide_calls, "head": head_calls, "panel": panel_calls}
     calls = others[sys.argv[2]](arch) if sys.argv[2:] else calls
     for rows, shape, call in calls:
         types = tuple(one.dtype for one in call.args if isinstance(one, torch.Tensor))
@@ -144,7 +180,7 @@ def main():
         facts = {"kernel": call.kernel.__name__, "shape": shape, "rows": rows, "registers": registers}
         facts |= {"stack": stack, "shared": compiled.metadata.shared, "wgmma": "wgmma.mma_async" in ptx}
         facts |= {"wide": ".v4.b32" in ptx, "copies": "cp.async.bulk.tensor" in ptx}
-        if rows > 64:
+        if rows > 64 or call.kernel.__name__ == "panel_products":
             code = said_of("-sass", compiled.asm["cubin"])
             facts |= {"products": code.count("HGMMA."), "waits": code.count("WARPGROUP.DEPBAR")}
         print(json.dumps(facts | order(ptx)))

@@ -207,3 +207,90 @@ def test_tiles_of_many_rows_are_taken_where_they_fill_rounds(rows, outs, inputs,
     assert linear_tiles.is_wide(rows, outs, inputs, 90, 2, 132) == wide
     assert not linear_tiles.is_wide(rows, outs, inputs, 80, 2, 132)
     assert not linear_tiles.is_wide(rows, outs, inputs, 90, 4, 132)
+
+
+H200, H100_PCIE, SLICE = 132, 114, 60
+SMALL = {(4096, 1024): False, (1024, 2048): False, (6144, 1024): True, (1024, 3072): False}
+
+
+def panel(rows, outs, inputs, gated=False, *, arch=90, size=2, programs=H200):
+    return linear_tiles.choose_panel(rows, outs, inputs, arch, size, programs, gated)
+
+
+def test_small_weights_of_17_to_64_rows_are_taken_by_panels():
+    for (outs, inputs), gated in SMALL.items():
+        taken = [rows for rows in range(130) if panel(rows, outs, inputs, gated)]
+        few = (outs, inputs) in ((4096, 1024), (1024, 3072))
+        assert taken == list(range(17 if few else 33, 65)), "where they were measured to gain"
+        for rows in (taken[0], 40, 64):
+            tiles = panel(rows, outs, inputs, gated)
+            assert tiles.way == "panel" and tiles == panel(linear_tiles.bucket(rows), outs, inputs, gated)
+            assert linear_tiles.fits(tiles, rows, outs, inputs, H200, gated)
+            assert 96 <= outs // tiles.block_n * tiles.shares <= H200
+    for change in ({"arch": 80}, {"arch": 100}, {"size": 4}, {"programs": SLICE}):
+        assert panel(64, 4096, 1024, **change) is None, change
+
+
+@pytest.mark.parametrize(
+    ("outs", "inputs", "gated", "found"),
+    [
+        (3072, 2048, False, (64, 2)),  # 96 programs, as by panels of half the height
+        (2048, 2048, False, (32, 2)),
+        (8192, 1024, False, (64, 1)),
+        (8192, 512, True, (64, 1)),
+        (4096, 1024, True, (32, 1)),  # of a gate only whole inputs
+        (2048, 2048, True, None),
+        (1024, 1024, False, None),  # shares of 512 inputs: 64 programs
+        (4096, 4096, False, None),  # 32 MiB
+        (6144, 4096, False, None),
+        (9728, 896, True, None),  # more programs than multiprocessors
+        (1152, 896, False, None),
+        (4096, 1000, False, None),
+        (4104, 1024, False, None),
+    ],
+)
+def test_other_small_weights_of_64_rows(outs, inputs, gated, found):
+    tiles = panel(64, outs, inputs, gated)
+    assert (tiles and (tiles.block_n, tiles.shares)) == found
+    assert panel(32, outs, inputs, gated) is None or not gated
+
+
+def test_programs_that_wait_for_each_other_are_on_the_card_at_once():
+    tiles = panel(64, 1024, 3072)
+    assert tiles.shares == 4 and 1024 // tiles.block_n * tiles.shares == 128
+    assert linear_tiles.fits(tiles, 64, 1024, 3072, 128) and not linear_tiles.fits(tiles, 64, 1024, 3072, 127)
+    assert not linear_tiles.fits(tiles, 64, 1024, 3072), "without a word on the card never"
+    assert panel(64, 1024, 3072, programs=H100_PCIE) is None
+    for outs in range(32, 20000, 32):
+        for inputs in (128, 512, 1024, 2048):
+            for programs in (SLICE, H100_PCIE, H200):
+                found = panel(64, outs, inputs, programs=programs)
+                assert found is None or outs // found.block_n * found.shares <= programs
+
+
+def test_panels_that_do_not_fit_are_refused():
+    tiles = panel(64, 1024, 3072)
+    wrong = ({"stages": 1}, {"row_stages": 1}, {"row_stages": 12}, {"shares": 3}, {"block_n": 48}, {"block_m": 32},
+             {"warps": 8}, {"block_k": 96}, {"shares": 16}, {"block_n": 256})  # fmt: skip
+    for change in wrong:
+        assert not linear_tiles.fits(dataclasses.replace(tiles, **change), 64, 1024, 3072, H200), change
+    assert not linear_tiles.fits(tiles, 64, 1024, 3072, H200, gated=True)
+    assert not linear_tiles.fits(tiles, 64, 1040, 3072, H200) and not linear_tiles.fits(tiles, 64, 1024, 3136, H200)
+    assert not linear_tiles.fits(tiles, 65, 1024, 3072, H200)
+
+
+def test_who_is_given_panels():
+    hopper = Target(kind="cuda", arch=90, multiprocessors=H200, shared_bytes=232448)
+
+    def way(x_dtype, out_dtype, target):
+        x, weight, out = (
+            torch.empty(*shape, dtype=dtype, device="meta")
+            for shape, dtype in (((64, 1024), x_dtype), ((4096, 1024), x_dtype), ((64, 4096), out_dtype))
+        )
+        return linear.tiles_of(linear.Operands(x, weight, None, out), target).way
+
+    for dtype in (torch.bfloat16, torch.float16):
+        assert way(dtype, dtype, hopper) == "panel"
+        assert way(dtype, torch.float32, hopper) == "stream", "logits are those of the head without them"
+        assert way(dtype, dtype, dataclasses.replace(hopper, multiprocessors=SLICE)) == "stream"
+    assert way(torch.bfloat16, torch.bfloat16, INTERPRETER) == "fragments"

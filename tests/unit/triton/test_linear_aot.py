@@ -52,3 +52,13 @@ def test_gated_products_of_many_rows_compile_within_limits(tmp_path):
         assert 0 < line["first_weight"] < line["wait"], line
         # A step's products are waited for one step later: four products a step, by two groups of warps.
         assert line["products"] == 8 and line["waits"] == 4, line
+
+
+def test_products_of_small_weights_compile_within_limits(tmp_path):
+    lines = compiled(90, tmp_path, "panel")
+    assert {line["kernel"] for line in lines} == {"panel_products"} and len({*map(str, lines)}) >= 16
+    for line in lines:
+        assert line["stack"] == 0 and line["registers"] <= 128 and line["shared"] <= SHARED[90], line
+        assert line["copies"] and line["wgmma"] and 0 < line["first_weight"] < line["wait"], line
+        # A step's products are waited for one step later, so that two steps are under way.
+        assert line["products"] in (4, 8, 16) and line["waits"] == 2, line
