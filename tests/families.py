@@ -62,11 +62,35 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def long_factors(size: int, original: int, **more: Any) -> dict[str, Any]:
+    """A longrope's parameters for heads that rotate ``size`` elements."""
+    count = range(size // 2)
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.05 * i for i in count],
+        "long_factor": [1.5 + 0.7 * i for i in count],
+        "original_max_position_embeddings": original,
+        **more,
+    }
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 # name -> (family, overrides): what else the families have to get right
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-131": ("llama", dict(tie_word_embeddings=True, vocab_size=131)),
     "llama-rope3": ("llama", dict(rope_parameters=LLAMA3_ROPE)),
+    "llama-linear": ("llama", dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0})),
+    "llama-dynamic": ("llama", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0})),
+    "llama-yarn": ("llama", dict(rope_parameters=YARN)),
+    "llama-yarn-scaled": (
+        "llama",
+        dict(rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.1, beta_fast=8, beta_slow=2, truncate=False)),
+    ),
+    "llama-longrope": ("llama", dict(rope_parameters=long_factors(20, 512, factor=4.0))),
     "llama-biases": ("llama", dict(attention_bias=True, mlp_bias=True, num_attention_heads=6, num_key_value_heads=3)),
     "mistral": ("mistral", {}),
     "mistral-full": (

@@ -118,12 +118,14 @@ def describe(config: EngineConfig, choice: Choice) -> Described:
     if block_tokens not in sizes:
         raise ConfigError(f"--block-size is {block_tokens}", fix=f"{choice.name} has {', '.join(map(str, sizes))}")
     longest = int(source.config.get("max_position_embeddings", 0)) or config.max_model_len or 4096
-    if config.max_model_len > longest:
+    most = max(longest, spec.stretched_positions)
+    if config.max_model_len > most:
         raise ConfigError(
-            f"--max-model-len is {config.max_model_len}, the model was made for {longest}",
-            fix=f"give {longest} or less",
+            f"--max-model-len is {config.max_model_len}, the model was made for {most}",
+            fix=f"give {most} or less",
         )
     _validate(config, choice, backend, dtype, block_tokens)
+    spec = replace(spec, reach=config.max_model_len or longest)
     ops = Ops(backend, block_tokens=block_tokens, strict=config.strict, deterministic=config.deterministic)
     return Described(
         backend=backend,

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.errors import ConfigError
 from drivetrain.params import SamplingParams
 from tests.checkpoints import hf_greedy, hf_logits, random_ids, tiny_checkpoint
 from tests.e2e.harness import Served
+from tests.families import long_factors
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
-OTHERS = ("mistral", "qwen2")  # families and variants: tokens from the cache and without it
+OTHERS = ("mistral", "qwen2", "llama-yarn")  # families and variants: tokens from the cache and without it
 WAYS = {
     "one_shot": {"max_num_batched_tokens": 256},
     "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
@@ -51,3 +53,32 @@ def test_logits_are_within_1e_4_of_transformers(checkpoint: Path, engine_device:
     for token, value in zip(line.top_ids, line.top_logprobs, strict=True):
         assert abs(value - float(want[token])) < 1e-4
     served.close()
+
+
+@pytest.mark.parametrize(("prompt", "longest"), [(20, 48), (60, 160)])
+def test_a_longrope_serves_all_requests_by_the_length_asked_for(
+    prompt: int, longest: int, engine_device: str, tmp_path: Path
+) -> None:
+    """Of a model trained for 48 tokens: within, and beyond them from the prompt on, where Transformers agrees."""
+    directory = tiny_checkpoint("llama", tmp_path / "model", rope_parameters=long_factors(20, 48))
+    prompts = [random_ids(prompt, 1), random_ids(prompt + 3, 2)]
+    served = Served(directory, engine_device, max_model_len=longest)
+    for _ in range(2):
+        assert served.greedy(prompts, 24) == hf_greedy(directory, prompts, 24)
+    served.close()
+
+
+def test_a_dynamic_rope_may_be_stretched_by_its_factor_and_no_further(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+    directory = tiny_checkpoint("llama", tmp_path / "model", max_position_embeddings=48, rope_parameters=rope)
+    prompt = random_ids(100, 1)
+    served = Served(directory, "cpu", max_model_len=101)
+    number = served.submit(prompt, 1, SamplingParams(temperature=0.0, logprobs=5))
+    served.run()
+    wanted = hf_logits(directory, [*prompt, 5])[-2].log_softmax(-1)  # a forward of as many tokens as are served
+    (line,) = served.open[number].logprobs
+    for token, value in zip(line.top_ids, line.top_logprobs, strict=True):
+        assert abs(value - float(wanted[token])) < 1e-4
+    served.close()
+    with pytest.raises(ConfigError, match="--max-model-len is 145, the model was made for 144"):
+        Served(directory, "cpu", max_model_len=145)

@@ -126,6 +126,7 @@ class Decoder:
     def _bind_ropes(self, ops: Ops) -> tuple[tuple[int, Any, Constant], ...]:
         """(index, rope.angles, frequencies) of each rope that these layers use."""
         used = {getattr(self.spec.layers[i].mixer, "rope", None) for i in self.layer_range}
+        reach = self.spec.reach or self.spec.max_positions
         bound: list[tuple[int, Any, Constant]] = []
         for index, rope in enumerate(self.spec.ropes):
             if index in used:
@@ -135,7 +136,7 @@ class Decoder:
                     attention_factor=rope.attention_factor,
                     sections=rope.sections,
                 )
-                bound.append((index, ops.bind(angles), Constant(inverse_frequencies(rope))))
+                bound.append((index, ops.bind(angles), Constant(inverse_frequencies(rope, reach))))
         return tuple(bound)
 
     def _bind_finish(self, ops: Ops) -> Join:

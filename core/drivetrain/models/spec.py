@@ -42,15 +42,52 @@ class BandScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScaling:
+    """A larger theta for sequences longer than ``original_positions``: theta times
+    (factor * reach / original - (factor - 1)) ^ (d / (d - 2)), where ``reach`` is the longest sequence served and d
+    the rotated elements. Up to the original length nothing changes."""
+
+    factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071). A frequency that turns more than ``fast_turns`` times in ``original_positions`` is kept,
+    one that turns less than ``slow_turns`` times is divided by ``factor``, and between the frequencies' indices mix
+    the two linearly. ``truncate``: the ends of that stretch are whole indices."""
+
+    factor: float
+    original_positions: int
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongScaling:
+    """LongRoPE (arXiv 2402.13753): each frequency has a divisor, one set for models served up to ``original_positions``
+    (``short``) and one for longer ones (``long``)."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_positions: int
+
+
+Scaling = LinearScaling | BandScaling | DynamicScaling | YarnScaling | LongScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """One kind of rotary positions. ``rotary_dim``: how many leading elements of a head are rotated (even).
 
-    ``sections``: with positions of three rows, how many consecutive frequencies each row drives.
+    ``attention_factor`` multiplies cosines and sines. ``sections``: with positions of three rows, how many consecutive
+    frequencies each row drives.
     """
 
     theta: float
     rotary_dim: int
-    scaling: LinearScaling | BandScaling | None = None
+    scaling: Scaling | None = None
     attention_factor: float = 1.0
     style: Literal["halves", "interleaved"] = "halves"
     sections: tuple[int, ...] = ()
@@ -154,8 +191,9 @@ class ModelSpec:
 
     ``dtype`` of weights, ``cache_dtype`` of K and V, ``activations`` of what passes between ops (empty: ``dtype``):
     torch's names. ``embed_scale`` multiplies token embeddings, rounded to ``dtype`` first. ``tied``: the LM head is
-    the embedding. ``max_positions``: the longest sequence the model was made for. ``eos_ids``: tokens that end a
-    sequence by the configuration.
+    the embedding. ``max_positions``: the longest sequence the model was made for; ``reach``: the longest that it is to
+    serve (0: ``max_positions``), by which some ropes choose their frequencies, for all requests alike. ``eos_ids``:
+    tokens that end a sequence by the configuration.
     """
 
     architecture: str
@@ -171,6 +209,7 @@ class ModelSpec:
     embed_scale: float = 1.0
     logit_soft_cap: float | None = None
     activations: str = ""
+    reach: int = 0
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -178,6 +217,12 @@ class ModelSpec:
     def activation_dtype(self) -> str:
         """The dtype of what passes between ops, norms' weights and biases of attention included."""
         return self.activations or self.dtype
+
+    @property
+    def stretched_positions(self) -> int:
+        """The longest sequence that may be asked for: beyond ``max_positions`` only where a rope says how."""
+        rules = [rope.scaling for rope in self.ropes if isinstance(rope.scaling, DynamicScaling | YarnScaling)]
+        return max(self.max_positions, *(int(rule.factor * rule.original_positions) for rule in rules), 0)
 
     def parameters(self) -> Mapping[str, Shape]:
         """Path -> shape of everything that a checkpoint must hold, in the order of the forward pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +44,13 @@ def reference_ops() -> Ops:
     return Ops(reference_backend(), block_tokens=BLOCK)
 
 
-def loaded(directory: str | Path, dtype: str = "float32", layers: range | None = None) -> tuple[Decoder, LoadReport]:
-    """A decoder of a checkpoint, on the reference."""
+def loaded(
+    directory: str | Path, dtype: str = "float32", layers: range | None = None, reach: int = 0
+) -> tuple[Decoder, LoadReport]:
+    """A decoder of a checkpoint, on the reference. ``reach``: the longest sequence served, in tokens."""
     source = resolve(str(directory))
     ops = reference_ops()
-    decoder = build(read_spec(source.config, dtype), ops, layers=layers)
+    decoder = build(replace(read_spec(source.config, dtype), reach=reach), ops, layers=layers)
     checkpoint = source.open_checkpoint()
     report = load(decoder, checkpoint, ops.backend.device)
     checkpoint.close()

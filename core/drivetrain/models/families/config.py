@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.errors import ModelError
-from drivetrain.models.spec import Activation, BandScaling, LinearScaling, Rope
+from drivetrain.models.spec import Activation
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -76,6 +76,16 @@ class Fields:
     def maybe_number(self, key: str) -> float | None:
         """A positive number, or None when absent."""
         return self.number(key) if self.has(key) else None
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of ``count`` positive numbers."""
+        values = self._config.get(key)
+        if values is None:
+            raise ModelError(f"the configuration lacks {self._within}{key}")
+        listed = isinstance(values, list | tuple) and len(values) == count
+        if not listed or not all(_finite(one) and one > 0 for one in values):
+            raise self.wrong(key, f"a list of {count} positive numbers")
+        return tuple(float(one) for one in values)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
@@ -168,37 +178,3 @@ def upper_windows(fields: Fields) -> tuple[int | None, ...]:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     first = fields.whole("max_window_layers", 28) if fields.raw("max_window_layers") != 0 else 0
     return tuple(window if layer >= first else None for layer in range(count))
-
-
-def read_rope(fields: Fields, head_dim: int) -> Rope:
-    """The model's one rope: ``rope_parameters`` as of Transformers 5, else ``rope_theta`` and ``rope_scaling``."""
-    key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
-    return rope_of(fields.raw(key) or {}, fields, key=key, head_dim=head_dim)
-
-
-def rope_of(given: Mapping[str, Any], fields: Fields, *, key: str, head_dim: int, theta: float = 10000.0) -> Rope:
-    """One rope. What ``given`` lacks is taken from the configuration's older top-level keys, then from ``theta``."""
-    if not isinstance(given, Mapping):
-        raise ModelError(f"{key} is {given!r}; it must be an object")
-    rope = Fields(given, within=f"{key}.")
-    kind = given.get("rope_type") or given.get("type") or "default"
-    factor = rope.maybe_number("partial_rotary_factor") or fields.maybe_number("partial_rotary_factor") or 1.0
-    rotary = int(head_dim * factor)
-    if rotary % 2 or not 2 <= rotary <= head_dim:
-        raise ModelError(
-            f"{key}: {rotary} of a head's {head_dim} elements would be rotated; it must be an even part of them"
-        )
-    scaling: LinearScaling | BandScaling | None = None
-    if kind == "linear":
-        scaling = LinearScaling(factor=rope.number("factor"))
-    elif kind == "llama3":
-        scaling = BandScaling(
-            factor=rope.number("factor"),
-            low_factor=rope.number("low_freq_factor"),
-            high_factor=rope.number("high_freq_factor"),
-            original_positions=rope.whole("original_max_position_embeddings", fields.whole("max_position_embeddings")),
-        )
-    elif kind != "default":
-        raise ModelError(f"{key}.rope_type is {kind!r}", fix="supported: default, linear, llama3")
-    theta = rope.maybe_number("rope_theta") or fields.maybe_number("rope_theta") or theta
-    return Rope(theta=theta, rotary_dim=rotary, scaling=scaling)

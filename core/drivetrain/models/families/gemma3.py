@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.errors import ModelError
-from drivetrain.models.families.config import Fields, check_heads, rope_of, sliding_layers
+from drivetrain.models.families.config import Fields, check_heads, sliding_layers
 from drivetrain.models.families.llama import TABLE as LLAMA_TABLE
+from drivetrain.models.families.ropes import rope_of
 from drivetrain.models.naming import Naming, named
 from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec, RmsNorm, Rope
 

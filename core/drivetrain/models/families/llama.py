@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from drivetrain.models.families.config import Fields, check_heads, head_dim_of, read_rope
+from drivetrain.models.families.config import Fields, check_heads, head_dim_of
+from drivetrain.models.families.ropes import read_rope
 from drivetrain.models.naming import Naming, named
 from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec, RmsNorm
 
