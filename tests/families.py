@@ -30,6 +30,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         dict(SHARED, num_hidden_layers=3, num_attention_heads=3, head_dim=20, sliding_window=8),
     ),
+    "phi3": (
+        "phi3",
+        dict(SHARED, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False),
+    ),
     "qwen2": (
         "qwen2",
         dict(SHARED, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True),
@@ -96,6 +100,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-full": (
         "mistral",
         dict(sliding_window=None, head_dim=None, num_attention_heads=6, tie_word_embeddings=True),
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", dict(sliding_window=8, num_key_value_heads=6, tie_word_embeddings=True)),
+    "phi3-partial": (
+        "phi3",
+        dict(
+            hidden_size=96,
+            original_max_position_embeddings=512,
+            rope_parameters=long_factors(12, 512, factor=2.0, partial_rotary_factor=0.75),
+        ),
     ),
     "qwen2": ("qwen2", {}),
     "qwen2-untied": ("qwen2", dict(tie_word_embeddings=False, head_dim=24, num_key_value_heads=1)),

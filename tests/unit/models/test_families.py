@@ -10,7 +10,7 @@ import torch
 from drivetrain.errors import ModelError
 from drivetrain.models.families import FAMILIES, naming_of, read_spec
 from drivetrain.models.rope import inverse_frequencies
-from drivetrain.models.spec import BandScaling, LinearScaling, Rope
+from drivetrain.models.spec import BandScaling, LinearScaling, LongScaling, Rope
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,6 +23,7 @@ LLAMA = {
 }
 QWEN = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
+PHI = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "head_dim": 6}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -117,6 +118,23 @@ def test_mistral_has_a_window_unless_its_configuration_says_null():
     assert {layer.mixer.window for layer in read_spec({**MISTRAL, "sliding_window": None}, "float32").layers} == {None}
 
 
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_phi3_calls_its_longrope_by_older_names(name):
+    factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
+    older = {**PHI, "original_max_position_embeddings": 64, "rope_scaling": {"type": name, **factors}}
+    (rope,) = read_spec(older, "float32").ropes
+    scaling = LongScaling(short=(1.0, 1.5, 2.0), long=(2.0, 3.0, 4.0), original_positions=64)
+    assert rope.scaling == scaling
+    assert rope.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)  # 256 is 4 times 64, and 64 is 4 ^ 3
+
+
+def test_phi3_checkpoints_hold_joined_tensors():
+    names = naming_of(read_spec(PHI, "float32")).names
+    q, k, v = (f"layers.0.mixer.{part}.weight" for part in "qkv")
+    assert names["model.layers.0.self_attn.qkv_proj.weight"] == (q, k, v)
+    assert names["model.layers.0.mlp.gate_up_proj.weight"] == ("layers.0.ffn.gate.weight", "layers.0.ffn.up.weight")
+
+
 def test_qwen2_has_biases_on_q_k_and_v_alone():
     mixer = read_spec(QWEN2, "float32").layers[0].mixer
     assert (mixer.qkv_bias, mixer.out_bias, mixer.head_norm) == (True, False, None)
@@ -176,6 +194,9 @@ REFUSED = [
     (MISTRAL, {"mlp_bias": True}, "mlp_bias"),
     (MISTRAL, {"layer_types": ["full_attention"] * 3}, "layer_types"),
     (MISTRAL, {"sliding_window": "wide"}, "sliding_window"),
+    (PHI, {"attention_bias": True}, "attention_bias"),
+    (PHI, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type is 'linear'"),
+    (PHI, {"rope_scaling": {"type": "su", "short_factor": [1, 1]}}, "short_factor"),
     (QWEN2, {"mlp_bias": True}, "mlp_bias"),
     (QWEN2, {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),

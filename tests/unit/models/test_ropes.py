@@ -71,6 +71,13 @@ def test_the_old_style_is_read_too() -> None:
 
 
 LENGTH_DEPENDENT = {
+    "phi3": dict(
+        family="phi3",
+        hidden_size=96,
+        original_max_position_embeddings=TRAINED,
+        max_position_embeddings=192,
+        rope_parameters=long_factors(12, TRAINED, partial_rotary_factor=0.75),
+    ),
     "dynamic": dict(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, max_position_embeddings=TRAINED
     ),
@@ -82,7 +89,8 @@ LENGTH_DEPENDENT = {
 @pytest.mark.parametrize(("length", "reach"), [(40, TRAINED), (TRAINED, TRAINED), (101, 101)])
 def test_logits_at_both_sides_of_the_trained_length(kind: str, length: int, reach: int, tmp_path) -> None:
     """Transformers chooses by a forward's longest sequence: one of just the reach is what all requests get here."""
-    directory = tiny_checkpoint("llama", tmp_path / "model", **LENGTH_DEPENDENT[kind])
+    given = {"family": "llama", **LENGTH_DEPENDENT[kind]}
+    directory = tiny_checkpoint(directory=tmp_path / "model", **given)
     decoder, _ = loaded(directory, reach=reach)
     ids = random_ids(length)
     wanted = hf_logits(directory, ids)

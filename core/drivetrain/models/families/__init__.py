@@ -18,6 +18,7 @@ from drivetrain.models.spec import ModelSpec
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "drivetrain.models.families.llama",
     "MistralForCausalLM": "drivetrain.models.families.mistral",
+    "Phi3ForCausalLM": "drivetrain.models.families.phi3",
     "Qwen2ForCausalLM": "drivetrain.models.families.qwen2",
     "Qwen3ForCausalLM": "drivetrain.models.families.qwen3",
     "Gemma3ForCausalLM": "drivetrain.models.families.gemma3",
