@@ -99,10 +99,12 @@ class Decoder:
         return self._finish(carry["hidden"], carry.get("residual"))[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, hidden] from ``finish`` -> float32 [N, vocabulary], capped where the model caps them."""
+        """hidden [N, hidden] from ``finish`` -> float32 [N, vocabulary], divided and capped where the model says so."""
         if self._head is None:
             raise RuntimeError(f"layers {self.layer_range} are not the last stage, which has the head")
         logits = self._head(hidden).float()
+        if self.spec.logit_divisor != 1.0:
+            logits.div_(self.spec.logit_divisor)  # in the head's own result: nothing more is held
         if self._cap is not None:
             logits = self._cap(logits)
         return logits
@@ -160,7 +162,8 @@ class Decoder:
         return Projection(linear, ops.bind(linear), () if tied is not None else ((path,),), tied)
 
     def _bind_greedy(self, ops: Ops) -> GreedyHead | None:
-        """What gives greedy tokens without logits. None: nothing does, or the model caps them."""
+        """What gives greedy tokens without logits. None: nothing does, or the model caps them. (A divisor of the logits
+        changes no order.)"""
         if self._head is None or self._cap is not None:
             return None
         draw = DrawSpec(dtype="float32", vocabulary=self.spec.vocabulary)

@@ -38,7 +38,8 @@ class Layer:
         self.ffn = make_ffn(spec.ffn, ffn)
         self._enter_mixer = _entry(spec.mixer_norm, mixer_weight, own, mixer)
         self._enter_ffn = _entry(spec.ffn_norm, ffn_weight, own, ffn)
-        self._scale = spec.residual.scale if spec.residual.kind == "scaled" else None
+        scaled = spec.residual.kind == "scaled" and spec.residual.scale != 1.0
+        self._scale = spec.residual.scale if scaled else None
         self.holders: tuple[Holder, ...] = (*own.holders, *mixer.holders, *ffn.holders)
 
     def forward(self, carry: Carry, step: StepView) -> Carry:
@@ -47,13 +48,13 @@ class Layer:
         if self._leave_mixer is not None:
             x = self._leave_mixer(x)
         if self._scale is not None:
-            x = x * self._scale
+            x.mul_(self._scale)  # in the branch's own result: nothing more is held
         x, stream = self._enter_ffn(x, stream)
         x = self.ffn.forward(x, step)
         if self._leave_ffn is not None:
             x = self._leave_ffn(x)
         if self._scale is not None:
-            x = x * self._scale
+            x.mul_(self._scale)  # in the branch's own result: nothing more is held
         return {"hidden": x, "residual": stream}
 
 

@@ -190,7 +190,8 @@ class ModelSpec:
     """A whole decoder-only model.
 
     ``dtype`` of weights, ``cache_dtype`` of K and V, ``activations`` of what passes between ops (empty: ``dtype``):
-    torch's names. ``embed_scale`` multiplies token embeddings, rounded to ``dtype`` first. ``tied``: the LM head is
+    torch's names. ``embed_scale`` multiplies token embeddings, rounded to ``dtype`` first; ``logit_divisor``
+    divides logits, before they are capped. ``tied``: the LM head is
     the embedding. ``max_positions``: the longest sequence the model was made for; ``reach``: the longest that it is to
     serve (0: ``max_positions``), by which some ropes choose their frequencies, for all requests alike. ``eos_ids``:
     tokens that end a sequence by the configuration.
@@ -207,6 +208,7 @@ class ModelSpec:
     final_norm: RmsNorm
     tied: bool
     embed_scale: float = 1.0
+    logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
     activations: str = ""
     reach: int = 0

@@ -24,6 +24,7 @@ LLAMA = {
 QWEN = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
 PHI = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "head_dim": 6}
+GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "head_dim": 6}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -135,6 +136,12 @@ def test_phi3_checkpoints_hold_joined_tensors():
     assert names["model.layers.0.mlp.gate_up_proj.weight"] == ("layers.0.ffn.gate.weight", "layers.0.ffn.up.weight")
 
 
+def test_granites_multipliers_are_1_where_they_are_left_out():
+    spec = read_spec(GRANITE, "float32")
+    layer = spec.layers[0]
+    assert (spec.embed_scale, spec.logit_divisor, layer.residual.scale, layer.mixer.scale) == (1.0, 1.0, 1.0, 1.0)
+
+
 def test_qwen2_has_biases_on_q_k_and_v_alone():
     mixer = read_spec(QWEN2, "float32").layers[0].mixer
     assert (mixer.qkv_bias, mixer.out_bias, mixer.head_norm) == (True, False, None)
@@ -194,6 +201,9 @@ REFUSED = [
     (MISTRAL, {"mlp_bias": True}, "mlp_bias"),
     (MISTRAL, {"layer_types": ["full_attention"] * 3}, "layer_types"),
     (MISTRAL, {"sliding_window": "wide"}, "sliding_window"),
+    (GRANITE, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    (GRANITE, {"logits_scaling": 0}, "logits_scaling is 0; it must be a positive number"),
+    (GRANITE, {"residual_multiplier": "big"}, "residual_multiplier"),
     (PHI, {"attention_bias": True}, "attention_bias"),
     (PHI, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type is 'linear'"),
     (PHI, {"rope_scaling": {"type": "su", "short_factor": [1, 1]}}, "short_factor"),

@@ -118,12 +118,14 @@ def forward64(p, spec: ModelSpec, ids, positions=None):
         gate, up = x @ p[f"{at}.ffn.gate.weight"].t(), x @ p[f"{at}.ffn.up.weight"].t()
         stream = stream + scale * ((gate / (1 + (-gate).exp()) * up) @ p[f"{at}.ffn.down.weight"].t())
     head = p["embedding.weight" if spec.tied else "lm_head.weight"]
-    logits = norm64(stream, p["final_norm.weight"], spec.final_norm) @ head.t()
+    logits = norm64(stream, p["final_norm.weight"], spec.final_norm) @ head.t() / spec.logit_divisor
     return logits if spec.logit_soft_cap is None else spec.logit_soft_cap * torch.tanh(logits / spec.logit_soft_cap)
 
 
 CASES = {
     "sinks": with_mixers(small_spec(), sinks=True),
+    "divided logits": replace(small_spec(), logit_divisor=3.5),
+    "divided and capped logits": replace(small_spec(), logit_divisor=0.5, logit_soft_cap=4.0),
     "soft caps": replace(with_mixers(small_spec(), soft_cap=2.0), logit_soft_cap=5.0),
     "sinks, cap, window": with_mixers(small_spec(), sinks=True, soft_cap=3.0, window=7),
     "scaled residual": replace(
