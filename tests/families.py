@@ -56,6 +56,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         dict(SHARED, num_hidden_layers=3, num_attention_heads=5, head_dim=24, tie_word_embeddings=True),
     ),
+    "gemma2": (
+        "gemma2",
+        dict(
+            SHARED,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            head_dim=24,
+            sliding_window=8,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=6.0,
+        ),
+    ),
     "gemma3": (
         "gemma3_text",
         dict(
@@ -71,7 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 FAMILIES["gemma3_text"] = FAMILIES["gemma3"]
-OFFSET_NORMS = ("gemma3_text",)  # model types whose norms' weights are stored less 1
+OFFSET_NORMS = ("gemma2", "gemma3_text")  # model types whose norms' weights are stored less 1
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -137,6 +150,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-untied": ("qwen3", dict(tie_word_embeddings=False)),
     "qwen3-window": ("qwen3", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "gemma2": ("gemma2", {}),
+    "gemma2-uncapped": (
+        "gemma2",
+        dict(
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        ),
+    ),
     "gemma3": ("gemma3", {}),
     "gemma3-untied": ("gemma3", dict(tie_word_embeddings=False)),
     "gemma3-scaled": (

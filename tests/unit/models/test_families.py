@@ -38,6 +38,7 @@ GEMMA = {
     "sliding_window": 16,
     "max_position_embeddings": 256,
 }
+GEMMA2 = {**GEMMA, "architectures": ["Gemma2ForCausalLM"]}
 BANDS = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -136,6 +137,15 @@ def test_phi3_checkpoints_hold_joined_tensors():
     assert names["model.layers.0.mlp.gate_up_proj.weight"] == ("layers.0.ffn.gate.weight", "layers.0.ffn.up.weight")
 
 
+def test_gemma2_has_caps_and_windows_unless_its_configuration_says_null():
+    spec = read_spec(GEMMA2, "float32")
+    assert (spec.logit_soft_cap, spec.layers[0].mixer.soft_cap, spec.tied) == (30.0, 50.0, True)
+    assert [layer.mixer.window for layer in spec.layers] == [16, None] * 4
+    null = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "sliding_window": None}
+    spec = read_spec({**GEMMA2, **null}, "float32")
+    assert (spec.logit_soft_cap, spec.layers[0].mixer.soft_cap, spec.layers[0].mixer.window) == (None, None, None)
+
+
 def test_granites_multipliers_are_1_where_they_are_left_out():
     spec = read_spec(GRANITE, "float32")
     layer = spec.layers[0]
@@ -201,6 +211,9 @@ REFUSED = [
     (MISTRAL, {"mlp_bias": True}, "mlp_bias"),
     (MISTRAL, {"layer_types": ["full_attention"] * 3}, "layer_types"),
     (MISTRAL, {"sliding_window": "wide"}, "sliding_window"),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (GEMMA2, {"attn_logit_softcapping": -1}, "attn_logit_softcapping"),
+    (GEMMA2, {"hidden_activation": "relu2"}, "hidden_activation"),
     (GRANITE, {"layer_types": ["full_attention"] * 3}, "layer_types"),
     (GRANITE, {"logits_scaling": 0}, "logits_scaling is 0; it must be a positive number"),
     (GRANITE, {"residual_multiplier": "big"}, "residual_multiplier"),

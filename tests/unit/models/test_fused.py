@@ -37,7 +37,16 @@ GATED, ENTRY, NORMED = (
 FIRST, FIRST_GATED = (AddRmsNormSpec, LinearSpec), (AddRmsNormSpec, LinearSpec, GatedActivationSpec)
 GREEDY = (LinearSpec, DrawSpec)
 LENGTH, STEPS = 29, 12
-FAMILIES = {"llama": ENTRY, "llama-biases": ENTRY, "qwen3": NORMED, "gemma3": NORMED}
+FAMILIES = {
+    "llama": ENTRY,
+    "llama-biases": ENTRY,
+    "qwen2": ENTRY,
+    "qwen3": NORMED,
+    "phi3-partial": ENTRY,
+    "granite": ENTRY,
+    "gemma2": ENTRY,
+    "gemma3": NORMED,
+}
 
 
 class GatedLinear:

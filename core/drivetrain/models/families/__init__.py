@@ -17,6 +17,7 @@ from drivetrain.models.spec import ModelSpec
 
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "drivetrain.models.families.llama",
+    "Gemma2ForCausalLM": "drivetrain.models.families.gemma2",
     "GraniteForCausalLM": "drivetrain.models.families.granite",
     "MistralForCausalLM": "drivetrain.models.families.mistral",
     "Phi3ForCausalLM": "drivetrain.models.families.phi3",
