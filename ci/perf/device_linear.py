@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from device_chain import chains
+from device_rates import about
 from linear_parts import DEVICE, PROGRAMS, SHAPES, launch, operands_of, shape_dtype, table_of, timed
 from torch.nn import functional
 
@@ -305,11 +304,11 @@ def main() -> None:
     sizes = [(name, rows) for name in names for rows in rows_list] if given.only != "chain" else []
     Chosen.way = given.way
     jobs = [(n, r, tiles, target) for n, r in sizes for tiles in variants(n, r)]
-    out: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "argv": sys.argv[1:]}
+    out: dict[str, Any] = about(torch.device(DEVICE))
     # Before anything touches the device: workers are forks, with contexts of their own.
     with multiprocessing.get_context("fork").Pool(given.workers) as pool:
         out["compile"] = compile_all(jobs, pool)
-        out |= {"device": torch.cuda.get_device_name(), "shapes": {}}
+        out["shapes"] = {}
         prepare(torch.empty(1, device=DEVICE).device)
         torch.manual_seed(0)
         try:

@@ -132,14 +132,17 @@ MEASURED: dict[tuple[int, int], dict[int, Tiles]] = {
 # The same for ``linear_panel``, where it gained over the tiles above in a chain of layers.
 PANELS: dict[tuple[int, int], dict[int, Tiles]] = {
     (4096, 1024): {
-        32: Tiles("panel", 32, 64, 128, shares=2, stages=4, row_stages=4),
-        64: Tiles("panel", 64, 64, 128, shares=2, stages=4, row_stages=4),
+        32: Tiles("panel", 32, 32, 128, shares=1, stages=6, row_stages=4),
+        64: Tiles("panel", 64, 32, 128, shares=1, stages=6, row_stages=4),
     },
-    (1024, 2048): {64: Tiles("panel", 64, 32, 128, shares=4, stages=4, row_stages=4)},
-    (6144, 1024): {64: Tiles("panel", 64, 64, 64, shares=1, stages=8, row_stages=8)},
+    (1024, 2048): {
+        32: Tiles("panel", 32, 64, 128, shares=4, stages=4, row_stages=4),
+        64: Tiles("panel", 64, 64, 128, shares=4, stages=4, row_stages=4),
+    },
+    (6144, 1024): {64: Tiles("panel", 64, 64, 128, shares=1, stages=6, row_stages=6)},
     (1024, 3072): {
-        32: Tiles("panel", 32, 32, 128, shares=4, stages=6, row_stages=4),
-        64: Tiles("panel", 64, 32, 128, shares=4, stages=6, row_stages=4),
+        32: Tiles("panel", 32, 64, 128, shares=4, stages=6, row_stages=6),
+        64: Tiles("panel", 64, 64, 128, shares=4, stages=6, row_stages=6),
     },
 }
 
