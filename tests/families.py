@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             residual_multiplier=0.22,
             embedding_multiplier=12.0,
             logits_scaling=0.4,
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,
         ),
     ),
     "mistral": (
@@ -124,7 +124,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-longrope": ("llama", dict(rope_parameters=long_factors(20, 512, factor=4.0))),
     "llama-biases": ("llama", dict(attention_bias=True, mlp_bias=True, num_attention_heads=6, num_key_value_heads=3)),
     "granite": ("granite", {}),
-    "granite-biases": ("granite", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
+    "granite-biases": ("granite", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "granite-plain": (  # no multiplier: each is 1 by default, the one of attention too
         "granite",
         dict(attention_multiplier=1.0, residual_multiplier=1.0, embedding_multiplier=1.0, logits_scaling=1.0),
