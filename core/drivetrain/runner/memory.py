@@ -18,6 +18,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.runner.activations import StepSizes, layer_bytes, sampling_bytes
 from drivetrain.runner.graphs import buckets_of
 from drivetrain.runner.sizes import RunnerConfig, staging_capacity, table_bytes, table_shape
+from drivetrain_api.v1 import dtype_bytes
 
 if TYPE_CHECKING:
     from drivetrain.models.decoder import Decoder
@@ -232,7 +233,7 @@ def _wanted(request: MemoryRequest) -> int:
 
 def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     """What captured steps keep: the backend's estimate, and the activations of the largest bucket's two phases, which
-    all buckets share; they draw greedily."""
+    all buckets share; they draw greedily, and those that need no logits for that hold none."""
     backend, config, spec = request.backend, request.runner, request.decoder.spec
     if backend.graphs is None:
         return 0
@@ -240,8 +241,11 @@ def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     own = int(backend.memory.graph_estimate(buckets.graphs, buckets.most_tokens).get("bytes", 0))
     if not own:
         return 0
-    largest = replace(sizes, tokens=buckets.most_tokens, logits=buckets.most_rows, filters=False)
-    return own + layer_bytes(spec, largest) + sampling_bytes(spec, largest)
+    greedy = request.decoder.greedy
+    rows = [rows for rows in buckets.drawn if greedy is None or not greedy.takes(rows)]
+    hidden = 3 * buckets.most_rows * spec.hidden * dtype_bytes(spec.activation_dtype)
+    largest = replace(sizes, tokens=buckets.most_tokens, logits=max(rows, default=0), filters=False)
+    return own + layer_bytes(spec, largest) + max(sampling_bytes(spec, largest), hidden)
 
 
 def _mib(nbytes: int) -> str:

@@ -4,6 +4,7 @@ wants logits and nowhere else, with the tokens of the ops apart, eager and repla
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from drivetrain.ops.reference import REFERENCE
 from drivetrain.ops.reference.dense import ReferenceLinear
 from drivetrain.runner.batch import step_limits
 from drivetrain.runner.drafter import RandomDrafter
-from drivetrain.runner.drawing import Drawer
+from drivetrain.runner.drawing import DRAW_ELEMENT, Drawer
 from drivetrain.runner.dummies import capture_plan
 from drivetrain.runner.graphs import Captured
+from drivetrain.runner.memory import plan_memory
 from drivetrain.runner.rows import LOGPROBS, NON_GREEDY
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.warmup import warm_up
@@ -30,6 +32,8 @@ from tests.unit.runner.devices import device, host
 from tests.unit.runner.fakes import Job, MiniScheduler, drive
 from tests.unit.runner.test_graph_sampling import serve as serve_mixed
 from tests.unit.runner.test_graphs import BLOCKS, real_runner, serve
+from tests.unit.runner.test_lean import let_capture, with_graphs
+from tests.unit.runner.test_memory import request_of
 
 VOCABULARY, HIDDEN, ROWS = 53, 8, 5
 ODD_TOKENS = np.int32(-0x55555556)  # a mask's word: 0xAAAAAAAA
@@ -272,3 +276,20 @@ def test_under_deterministic_only_an_invariant_claim_is_taken(checkpoint) -> Non
     spec, made = read_spec(resolve(str(checkpoint)).config, "float32"), []
     decoder = build(spec, Ops(claiming(host(), made), block_tokens=16, deterministic=True))
     assert made and decoder.greedy is None
+
+
+def test_buckets_whose_greedy_rows_need_no_logits_are_planned_without(tmp_path, monkeypatch) -> None:
+    config = resolve(str(tiny_checkpoint("gemma3", tmp_path / "gemma3"))).config
+    request = with_graphs(request_of(config))
+    let_capture(request, monkeypatch, "one_token")
+    spec, plain = request.decoder.spec, plan_memory(request).graphs
+
+    def planned(least: int) -> int:
+        """With a head that draws ``least`` and more rows without logits; buckets hold 1 to 6."""
+        monkeypatch.setattr(request.decoder, "greedy", SimpleNamespace(takes=lambda rows: rows >= least))
+        return plan_memory(request).graphs
+
+    row, hidden = spec.vocabulary * 4, 6 * spec.hidden * 4
+    assert planned(7) == plain
+    assert plain - planned(6) >= row and planned(6) - planned(3) >= 3 * row
+    assert planned(0) >= planned(7) - 6 * row * (1 + DRAW_ELEMENT // 4) - 3 * hidden + hidden
