@@ -69,7 +69,7 @@ def randomize(model: torch.nn.Module, seed: int, *, norms_around: float) -> None
         noise = torch.randn(parameter.shape, generator=generator)
         if name == "model.norm.weight":
             parameter.copy_(norms_around + 4.0 * (norms_around == 0.0) + 0.2 * noise)
-        elif "norm" in name:
+        elif "norm" in name and name.endswith("weight"):
             parameter.copy_(norms_around + 0.2 * noise)
         elif parameter.dim() == 1:
             parameter.copy_(0.2 * noise)

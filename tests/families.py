@@ -40,6 +40,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             tie_word_embeddings=False,
         ),
     ),
+    "granite_swa": (
+        "granite_swa",
+        dict(
+            SHARED,
+            num_hidden_layers=5,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            sliding_window=8,
+            layer_rope_theta=[0, 10000.0, 500.0, 10000.0, 0],
+            attention_multiplier=0.25,
+            residual_multiplier=0.3,
+            embedding_multiplier=3.0,
+            logits_scaling=0.5,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "olmo2": (
+        "olmo2",
+        dict(SHARED, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2),
+    ),
+    "starcoder2": (
+        "starcoder2",
+        dict(
+            SHARED,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            sliding_window=8,
+            tie_word_embeddings=False,
+        ),
+    ),
     "mistral": (
         "mistral",
         dict(SHARED, num_hidden_layers=3, num_attention_heads=3, head_dim=20, sliding_window=8),
@@ -128,6 +159,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-plain": (  # no multiplier: each is 1 by default, the one of attention too
         "granite",
         dict(attention_multiplier=1.0, residual_multiplier=1.0, embedding_multiplier=1.0, logits_scaling=1.0),
+    ),
+    "granite_swa": ("granite_swa", {}),
+    "granite_swa-types": (
+        "granite_swa",
+        dict(
+            layer_types=[
+                "sliding_attention",
+                "full_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            layer_rope_theta=None,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", dict(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=6)),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2-plain": (
+        "starcoder2",
+        dict(use_bias=False, sliding_window=None, tie_word_embeddings=True, hidden_act="silu", num_key_value_heads=1),
     ),
     "mistral": ("mistral", {}),
     "mistral-full": (

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain_api.v1 import (
+    ActivationSpec,
+    AddLayerNormSpec,
     AddRmsNormSpec,
     AttentionSpec,
     Decline,
     DrawSpec,
     GatedActivationSpec,
     KeepSpec,
+    LayerNormSpec,
     LinearSpec,
     OpSpec,
     OpTraits,
@@ -26,7 +29,7 @@ from .attention import HostAttention
 from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
 from .native import Kernels, usable_kernels
-from .pointwise import Gated, InvariantGated, NativeNorm, RmsNorm, Rope, make_add_rms
+from .pointwise import Gated, InvariantGated, InvariantPlain, LayerNorm, NativeNorm, Plain, RmsNorm, Rope, make_add_rms
 from .prepare import NativePrepare, Prepare, keep
 from .threads import Threads
 
@@ -106,6 +109,18 @@ def _add_rms(own: Providers, spec: Any) -> Provided | Decline:
     return Provided(implementation=norm, label=label, traits=INVARIANT)
 
 
+def _layer(own: Providers, spec: Any) -> Provided | Decline:
+    norm = LayerNorm(spec)
+    made = norm.add if isinstance(spec, AddLayerNormSpec) else norm
+    return Provided(implementation=made, label="native: one call of torch", traits=INVARIANT)
+
+
+def _plain(own: Providers, spec: Any) -> Provided | Decline:
+    if not own.deterministic:
+        return Provided(implementation=Plain(spec), label="native: one call of torch", traits=OpTraits())
+    return Provided(implementation=InvariantPlain(spec), label="native: rows at fixed lanes", traits=INVARIANT)
+
+
 def _gated(own: Providers, spec: Any) -> Provided | Decline:
     if not own.deterministic:
         return Provided(implementation=Gated(spec), label="native: multiplied in place", traits=OpTraits())
@@ -144,6 +159,9 @@ MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
     AttentionSpec.op: _attention,
     RmsNormSpec.op: _rms,
     AddRmsNormSpec.op: _add_rms,
+    LayerNormSpec.op: _layer,
+    AddLayerNormSpec.op: _layer,
+    ActivationSpec.op: _plain,
     GatedActivationSpec.op: _gated,
     RopeSpec.op: _rope,
     DrawSpec.op: _draw,

@@ -9,7 +9,15 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from drivetrain_api.v1 import AddRmsNormSpec, GatedActivationSpec, RmsNormSpec, RopeSpec
+from drivetrain_api.v1 import (
+    ActivationSpec,
+    AddLayerNormSpec,
+    AddRmsNormSpec,
+    GatedActivationSpec,
+    LayerNormSpec,
+    RmsNormSpec,
+    RopeSpec,
+)
 
 from .native import Kernels
 
@@ -92,6 +100,49 @@ def make_add_rms(spec: AddRmsNormSpec) -> Callable[[torch.Tensor, torch.Tensor, 
     return add_rms
 
 
+class LayerNorm:
+    """norm.layer/1 and norm.add_layer/1: torch's own norm over float32 rows, which takes each row by itself."""
+
+    def __init__(self, spec: LayerNormSpec | AddLayerNormSpec) -> None:
+        self._shape, self._eps, self._narrow = (spec.size,), spec.eps, spec.dtype != "float32"
+        self._weights, self._biases = ScaledWeights(0.0), ScaledWeights(0.0)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """x [..., size], weight and bias [size] -> [..., size] of the weight's dtype."""
+        if self._narrow:
+            x = x.to(torch.float32)
+        normed = functional.layer_norm(x, self._shape, self._weights.get(weight), self._biases.get(bias), self._eps)
+        return normed.to(weight.dtype) if self._narrow else normed
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Pair:
+        """x and residual [T, size] -> normed, total."""
+        total = x + residual
+        return self(total, weight, bias), total
+
+
+class Plain:
+    """activation.plain/1 in one call."""
+
+    def __init__(self, spec: ActivationSpec) -> None:
+        self._activation = ACTIVATIONS[spec.kind]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, size] -> [T, size]."""
+        return self._activation(x)
+
+
+class InvariantPlain:
+    """activation.plain/1 that gives a row the same bits in any batch, as ``InvariantGated`` does."""
+
+    def __init__(self, spec: ActivationSpec) -> None:
+        self._size, self._missing = spec.size, -spec.size % LANES
+        self._activation = ACTIVATIONS[spec.kind]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, size] -> [T, size]."""
+        return fixed_lanes(self._activation, x, self._missing)[..., : self._size]
+
+
 class Gated:
     """activation.gated/1 in three calls."""
 
@@ -103,6 +154,12 @@ class Gated:
         """gate_up [T, 2 * size] -> [T, size]."""
         gate, up = gate_up.split_with_sizes(self._sizes, -1)
         return self._activation(gate).mul_(up)
+
+
+def fixed_lanes(activation: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, missing: int) -> torch.Tensor:
+    """The activation of rows that are made longer by ``missing``, a few at a time; see ``InvariantGated``."""
+    padded = functional.pad(rows, (0, missing)).contiguous()
+    return torch.cat([activation(piece) for piece in padded.split(max(1, UNSPLIT // padded.shape[-1]))])
 
 
 class InvariantGated:
@@ -119,9 +176,7 @@ class InvariantGated:
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up [T, 2 * size] -> [T, size]."""
-        gate = functional.pad(gate_up[..., : self._size], (0, self._missing)).contiguous()
-        pieces = gate.split(max(1, UNSPLIT // gate.shape[-1]))
-        active = torch.cat([self._activation(piece) for piece in pieces])
+        active = fixed_lanes(self._activation, gate_up[..., : self._size], self._missing)
         return active[..., : self._size] * gate_up[..., self._size :]
 
 

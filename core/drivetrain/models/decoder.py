@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drivetrain.models.layers import CARRY_NAMES, Layer
-from drivetrain.models.norms import Join, bind_join
+from drivetrain.models.norms import Join, Sum, bind_entry, bind_norm
 from drivetrain.models.parameters import Constant, GreedyHead, Holder, PartContext, Projection, Weight
 from drivetrain.models.rope import inverse_frequencies
 from drivetrain.models.spec import ModelSpec
@@ -73,7 +73,7 @@ class Decoder:
         first = () if self._embedding is None else (self._embedding[1],)
         last: list[Holder] = []
         if self._finish is not None:
-            last.append(self._finish.weight)
+            last += self._finish[1]
         if self._head is not None:
             last.append(self._head)
         return (*first, *inner, *last, *ropes)
@@ -96,7 +96,7 @@ class Decoder:
         """The last layer's carry (of all tokens or of some) -> hidden states [T, hidden] after the final norm."""
         if self._finish is None:
             raise RuntimeError(f"layers {self.layer_range} are not the last stage; send the carry on")
-        return self._finish(carry["hidden"], carry.get("residual"))[0]
+        return self._finish[0](carry["hidden"], carry.get("residual"))[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden] from ``finish`` -> float32 [N, vocabulary], divided and capped where the model says so."""
@@ -141,10 +141,11 @@ class Decoder:
                 bound.append((index, ops.bind(angles), Constant(inverse_frequencies(rope, reach))))
         return tuple(bound)
 
-    def _bind_finish(self, ops: Ops) -> Join:
+    def _bind_finish(self, ops: Ops) -> tuple[Join | Sum, list[Holder]]:
         spec = self.spec
-        context = PartContext(spec, ops, "final_norm", {"weight": (spec.hidden,)})
-        return bind_join(spec.final_norm, spec.hidden, context, context.weight("weight"))
+        context = PartContext(spec, ops, "final_norm", {"weight": (spec.hidden,), "bias": (spec.hidden,)})
+        norm = bind_norm(spec.final_norm, spec.hidden, context, "")
+        return bind_entry(spec.final_norm, spec.hidden, context, norm), context.holders
 
     def _bind_head(self, ops: Ops) -> Projection:
         """The head. Tied, it packs the embedding's own tensor; a last stage without one reads a copy of it."""

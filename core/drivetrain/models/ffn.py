@@ -8,9 +8,9 @@ import torch
 
 from drivetrain.models.parameters import PartContext
 from drivetrain.models.registry import Registry
-from drivetrain.models.spec import GatedMlp
+from drivetrain.models.spec import GatedMlp, PlainMlp
 from drivetrain.models.step import StepView
-from drivetrain_api.v1 import GatedActivationSpec
+from drivetrain_api.v1 import ActivationSpec, GatedActivationSpec
 
 
 class FeedForward(Protocol):
@@ -39,4 +39,19 @@ class GatedFeedForward:
         return self._down(inner if self._activate is None else self._activate(inner))
 
 
+class PlainFeedForward:
+    """One product, the activation, and the product down."""
+
+    def __init__(self, spec: PlainMlp, context: PartContext) -> None:
+        self._up, _ = context.first_projection(("up",), "other")
+        self._activate = context.ops.bind(
+            ActivationSpec(dtype=context.spec.activation_dtype, size=spec.intermediate, kind=spec.activation)
+        )
+        self._down, _ = context.projection(("down",), "down")
+
+    def forward(self, x: torch.Tensor, step: StepView) -> torch.Tensor:
+        return self._down(self._activate(x if self._up is None else self._up(x)))
+
+
 register(GatedMlp, GatedFeedForward)
+register(PlainMlp, PlainFeedForward)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from drivetrain.models.norms import bind_head_norm, rms_spec
+from drivetrain.models.norms import bind_head_norm, bind_norm, norm_spec
 from drivetrain.models.parameters import PartContext
 from drivetrain.models.registry import Registry
 from drivetrain.models.spec import AttentionMixer
@@ -50,6 +50,11 @@ class Attention:
         self._qkv, _ = context.first_projection(("q", "k", "v"), "qkv")
         heads = {"q_norm.weight": spec.num_heads, "k_norm.weight": spec.num_kv_heads}
         self._head_norm = bind_head_norm(spec.head_norm, heads, spec.head_dim, context)
+        self._whole_norms = tuple(
+            (bind_norm(spec.whole_norm, count * spec.head_dim, context, name), count * spec.head_dim)
+            for name, count in (("q_norm.", spec.num_heads), ("k_norm.", spec.num_kv_heads))
+            if spec.whole_norm is not None
+        )
         self._sinks = context.weight("sinks") if spec.sinks else None
         self._out, _ = context.projection(("out",), "attention_out")
         self._rope = -1 if spec.rope is None else spec.rope
@@ -64,7 +69,7 @@ class Attention:
         """The ops between the layer's two products, which a backend may do as one."""
         norm = self._spec.head_norm
         specs = (self._rope_spec(context, rope), self._attention_spec(context))
-        return specs if norm is None else (rms_spec(norm, self._spec.head_dim, context), *specs)
+        return specs if norm is None else (norm_spec(norm, self._spec.head_dim, context), *specs)
 
     def _rope_spec(self, context: PartContext, rope: int) -> RopeSpec:
         table = context.spec.ropes[rope]
@@ -99,6 +104,8 @@ class Attention:
         assert cache is not None
         sinks = None if self._sinks is None else self._sinks.value
         qkv = x if self._qkv is None else self._qkv(x)
+        if self._whole_norms:
+            self._norm_whole(qkv)
         if self._whole is not None:
             weight = None if self._head_norm is None else self._head_norm.weight.value
             heads = qkv.view(qkv.shape[0], -1, self._spec.head_dim)
@@ -109,6 +116,14 @@ class Attention:
             del qkv
             attended = self.planner.forward(q, cache, plan, sinks)
         return self._out(attended.flatten(1))
+
+    def _norm_whole(self, qkv: torch.Tensor) -> None:
+        """Norm all heads of q at once, and all of k, where the product left them: what follows takes them there."""
+        first = 0
+        for norm, width in self._whole_norms:
+            part = qkv.narrow(1, first, width)
+            part.copy_(norm(part))
+            first += width
 
     def _enter_cache(self, qkv: torch.Tensor, step: StepView, cache: CacheHandle, plan: Any) -> torch.Tensor:
         """Norm and rotate the heads and store keys and values; returns q [T, H, D]."""

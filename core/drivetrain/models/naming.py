@@ -54,6 +54,7 @@ def named(spec: ModelSpec, table: Mapping[str, str], *, prefix: str = "model.") 
     ends = {
         "embedding.weight": f"{prefix}embed_tokens.weight",
         "final_norm.weight": f"{prefix}norm.weight",
+        "final_norm.bias": f"{prefix}norm.bias",
         "lm_head.weight": "lm_head.weight",
     }
     names: dict[str, tuple[str, ...]] = {}

@@ -1,74 +1,94 @@
-"""Norms bound to their weight, alone or joined with the addition before them."""
+"""Norms bound to their weights, alone or joined with the addition before them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from drivetrain.models.parameters import HeadWeights, PartContext, Weight
-from drivetrain.models.spec import RmsNorm
-from drivetrain_api.v1 import AddRmsNormSpec, RmsNormSpec
+from drivetrain.models.spec import AnyNorm, LayerNorm, RmsNorm
+from drivetrain_api.v1 import AddLayerNormSpec, AddRmsNormSpec, LayerNormSpec, OpSpec, RmsNormSpec, torch_dtype
 
 
 class Norm:
-    """norm.rms with its weight: x [..., size] -> [..., size]; with weights of heads, x [..., heads, size]."""
+    """A norm with its weights: x [..., size] -> [..., size]; with weights of heads, x [..., heads, size].
 
-    __slots__ = ("_run", "weight")
+    ``bias``: of a layer norm, else None.
+    """
 
-    def __init__(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], weight: Weight | HeadWeights) -> None:
-        self._run = run
-        self.weight = weight
+    __slots__ = ("_run", "bias", "weight")
+
+    def __init__(
+        self, run: Callable[..., torch.Tensor], weight: Weight | HeadWeights, bias: Weight | None = None
+    ) -> None:
+        self._run, self.weight, self.bias = run, weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, self.weight.value)
-
-
-AddAndNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+        if self.bias is None:
+            return self._run(x, self.weight.value)
+        return self._run(x, self.weight.value, self.bias.value)
 
 
 class Join:
-    """Adds a branch to the stream and norms the sum, in one op (norm.add_rms)."""
+    """Adds a branch to the stream and norms the sum, in one op (norm.add_rms, norm.add_layer)."""
 
-    __slots__ = ("_alone", "_run", "weight")
+    __slots__ = ("_alone", "_run")
 
-    def __init__(self, run: AddAndNorm, alone: Norm) -> None:
-        self._run = run
-        self._alone = alone
-        self.weight = alone.weight
+    def __init__(self, run: Callable[..., tuple[torch.Tensor, torch.Tensor]], alone: Norm) -> None:
+        self._run, self._alone = run, alone
 
     def __call__(self, branch: torch.Tensor, stream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normed sum, sum), each [T, hidden]. A stream of None: the branch is the stream's beginning.
 
         The stream is float32 whatever the model's dtype: rounded at every layer, it would lose most of all.
         """
+        alone = self._alone
         if stream is None:
-            return self._alone(branch), branch.float()
-        return self._run(branch, stream, self.weight.value)
+            return alone(branch), branch.float()
+        if alone.bias is None:
+            return self._run(branch, stream, alone.weight.value)
+        return self._run(branch, stream, alone.weight.value, alone.bias.value)
 
 
-def bind_norm(norm: RmsNorm | None, size: int, context: PartContext, name: str) -> Norm | None:
-    """Bind a norm of the part's parameter ``name``; None stays None."""
+class Sum:
+    """Adds a branch to the stream, for a part without a norm before it."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """``dtype``: of what the part takes."""
+        self._dtype = dtype
+
+    def __call__(self, branch: torch.Tensor, stream: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum in the activations' dtype, sum), each [T, hidden]; see ``Join``."""
+        total = branch.float() if stream is None else branch + stream
+        return total.to(self._dtype), total
+
+
+def bind_norm(norm: AnyNorm | None, size: int, context: PartContext, name: str) -> Norm | None:
+    """Bind a norm whose parameters' names begin with ``name``; None stays None."""
     if norm is None:
         return None
-    return Norm(_rms(norm, size, context), context.weight(name))
+    weight = context.weight(f"{name}weight")
+    bias = context.weight(f"{name}bias") if isinstance(norm, LayerNorm) else None
+    return Norm(context.ops.bind(norm_spec(norm, size, context)), weight, bias)
 
 
-def join_spec(norm: RmsNorm, size: int, context: PartContext) -> AddRmsNormSpec:
+def join_spec(norm: AnyNorm, size: int, context: PartContext) -> AddRmsNormSpec | AddLayerNormSpec:
     """Return the op that addition and norm are."""
-    return AddRmsNormSpec(
-        dtype=context.spec.activation_dtype,
-        size=size,
-        eps=norm.eps,
-        offset=norm.offset,
-        round_before_weight=norm.round_before_weight,
-    )
+    dtype = context.spec.activation_dtype
+    if isinstance(norm, LayerNorm):
+        return AddLayerNormSpec(dtype=dtype, size=size, eps=norm.eps)
+    return AddRmsNormSpec(dtype=dtype, size=size, **_settings(norm))
 
 
-def bind_join(norm: RmsNorm, size: int, context: PartContext, weight: Weight) -> Join:
-    """Bind addition and norm."""
-    run = context.ops.bind(join_spec(norm, size, context))
-    return Join(run, Norm(_rms(norm, size, context), weight))
+def bind_entry(norm: AnyNorm | None, size: int, context: PartContext, alone: Norm | None) -> Join | Sum:
+    """Bind addition and norm, or the addition where there is no norm. ``alone``: the norm by itself."""
+    if norm is None or alone is None:
+        return Sum(torch_dtype(context.spec.activation_dtype))
+    return Join(context.ops.bind(join_spec(norm, size, context)), alone)
 
 
 def bind_head_norm(norm: RmsNorm | None, heads: Mapping[str, int], size: int, context: PartContext) -> Norm | None:
@@ -77,21 +97,16 @@ def bind_head_norm(norm: RmsNorm | None, heads: Mapping[str, int], size: int, co
         return None
     weight = HeadWeights(context.path, heads, size, context.spec.activation_dtype)
     context.holders.append(weight)
-    return Norm(_rms(norm, size, context), weight)
+    return Norm(context.ops.bind(norm_spec(norm, size, context)), weight)
 
 
-def rms_spec(norm: RmsNorm, size: int, context: PartContext) -> RmsNormSpec:
+def norm_spec(norm: AnyNorm, size: int, context: PartContext) -> OpSpec:
     """Return the op that a norm of that size is."""
-    return RmsNormSpec(
-        dtype=context.spec.activation_dtype,
-        size=size,
-        eps=norm.eps,
-        offset=norm.offset,
-        round_before_weight=norm.round_before_weight,
-    )
+    dtype = context.spec.activation_dtype
+    if isinstance(norm, LayerNorm):
+        return LayerNormSpec(dtype=dtype, size=size, eps=norm.eps)
+    return RmsNormSpec(dtype=dtype, size=size, **_settings(norm))
 
 
-def _rms(norm: RmsNorm, size: int, context: PartContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    spec = rms_spec(norm, size, context)
-    bound: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = context.ops.bind(spec)
-    return bound
+def _settings(norm: RmsNorm) -> dict[str, Any]:
+    return {"eps": norm.eps, "offset": norm.offset, "round_before_weight": norm.round_before_weight}

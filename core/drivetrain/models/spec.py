@@ -24,6 +24,17 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorm:
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias in float32; see
+    ``drivetrain_api.v1.LayerNormSpec``."""
+
+    eps: float
+
+
+AnyNorm = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
     """Every frequency is divided by ``factor``."""
 
@@ -99,7 +110,8 @@ class AttentionMixer:
 
     ``scale`` multiplies q . k; ``soft_cap`` bounds the product; ``window`` counts the query's own token;
     ``sinks``: one learned logit a head in the softmax's denominator; ``head_norm`` acts on each head
-    of q and of k, which have a weight each (``q_norm``, ``k_norm``) that their heads share.
+    of q and of k, which have a weight each (``q_norm``, ``k_norm``) that their heads share; ``whole_norm`` acts on
+    all heads of q at once, and on all of k, with a weight of that width each. At most one of the two.
     """
 
     num_heads: int
@@ -112,6 +124,7 @@ class AttentionMixer:
     soft_cap: float | None = None
     sinks: bool = False
     head_norm: RmsNorm | None = None
+    whole_norm: RmsNorm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -124,6 +137,8 @@ class AttentionMixer:
             shapes |= _linear(name, rows, hidden, self.qkv_bias)
         if self.head_norm is not None:
             shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
+        if self.whole_norm is not None:
+            shapes |= {"q_norm.weight": (q,), "k_norm.weight": (k,)}
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         return shapes | _linear("out", hidden, out, self.out_bias)
@@ -144,6 +159,20 @@ class GatedMlp:
         return up | _linear("down", hidden, inner, self.bias)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMlp:
+    """down(activation(up(x)))."""
+
+    intermediate: int
+    activation: Activation
+    bias: bool = False
+
+    def parameters(self, hidden: int) -> Mapping[str, Shape]:
+        """Path inside the feed-forward -> shape."""
+        up = _linear("up", self.intermediate, hidden, self.bias)
+        return up | _linear("down", hidden, self.intermediate, self.bias)
+
+
 class PartSpec(Protocol):
     """What a mixer's or a feed-forward's spec is: frozen, hashable, and able to say which parameters it has."""
 
@@ -161,25 +190,24 @@ class Residual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """stream += post(mixer(norm(stream))), then the same with the feed-forward. A post norm of None is left out.
+    """stream += post(mixer(norm(stream))), then the same with the feed-forward. A norm of None is left out.
 
     ``mixer`` and ``ffn`` are looked up by their type: see ``mixers.register`` and ``ffn.register``.
     """
 
     mixer: PartSpec
     ffn: PartSpec
-    mixer_norm: RmsNorm
-    ffn_norm: RmsNorm
-    post_mixer_norm: RmsNorm | None = None
-    post_ffn_norm: RmsNorm | None = None
+    mixer_norm: AnyNorm | None
+    ffn_norm: AnyNorm | None
+    post_mixer_norm: AnyNorm | None = None
+    post_ffn_norm: AnyNorm | None = None
     residual: Residual = field(default_factory=Residual)
 
     def parameters(self, hidden: int) -> Mapping[str, Shape]:
         """Path inside the layer -> shape."""
         shapes: dict[str, Shape] = {}
         for name in ("mixer_norm", "post_mixer_norm", "ffn_norm", "post_ffn_norm"):
-            if getattr(self, name) is not None:
-                shapes[f"{name}.weight"] = (hidden,)
+            shapes |= _norm(name, getattr(self, name), hidden)
         for name, part in (("mixer", self.mixer), ("ffn", self.ffn)):
             shapes |= {f"{name}.{path}": shape for path, shape in part.parameters(hidden).items()}
         return shapes
@@ -205,7 +233,7 @@ class ModelSpec:
     max_positions: int
     layers: tuple[LayerSpec, ...]
     ropes: tuple[Rope, ...]
-    final_norm: RmsNorm
+    final_norm: AnyNorm
     tied: bool
     embed_scale: float = 1.0
     logit_divisor: float = 1.0
@@ -235,9 +263,16 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             for path, shape in layer.parameters(self.hidden).items():
                 yield f"layers.{index}.{path}", shape
-        yield "final_norm.weight", (self.hidden,)
+        yield from _norm("final_norm", self.final_norm, self.hidden).items()
         if not self.tied:
             yield "lm_head.weight", (self.vocabulary, self.hidden)
+
+
+def _norm(name: str, norm: AnyNorm | None, size: int) -> dict[str, Shape]:
+    if norm is None:
+        return {}
+    kinds = ("weight", "bias") if isinstance(norm, LayerNorm) else ("weight",)
+    return {f"{name}.{kind}": (size,) for kind in kinds}
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec
+from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec, PlainMlp
 from drivetrain.runner.drawing import (
     BESIDE_BYTES,
     DRAW_BYTES,
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from drivetrain.ops import Ops
     from drivetrain.runner.sizes import RunnerConfig
 
-LAYER_OPS = ("norm.add_rms/1", "norm.rms/1", "activation.gated/1", "rope.apply/1", "linear/1", "attention.paged/1")
+LAYER_OPS = ("norm.add_rms/1", "norm.rms/1", "norm.add_layer/1", "norm.layer/1", "activation.gated/1")
+LAYER_OPS += ("activation.plain/1", "rope.apply/1", "linear/1", "attention.paged/1")
 REFERENCE_CHUNK = 256 << 20
 REFERENCE_COPIES = 3
 
@@ -103,6 +104,8 @@ def lean_bytes(layer: LayerSpec, hidden: int, size: int, apart: bool = True) -> 
         inner = (q + k + v) + (q + k) + (out if mixer.head_norm is None else max(out, q + k))
     if isinstance(ffn, GatedMlp):
         forward = (3 if apart else 1) * ffn.intermediate + hidden
+    elif isinstance(ffn, PlainMlp):
+        forward = ffn.intermediate + max(ffn.intermediate, hidden)  # the wide product is gone before the last
     return hidden * (2 * size + 2 * 4) + max(inner, forward) * size
 
 
@@ -124,7 +127,9 @@ def live_elements(layer: LayerSpec, hidden: int) -> int:
         q, k = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
         v, out = mixer.num_kv_heads * mixer.v_head_dim, mixer.num_heads * mixer.v_head_dim
         inner = (q + k + v) + 2 * (q + k) + out
-    forward = 4 * ffn.intermediate if isinstance(ffn, GatedMlp) else 0
+    forward = 0
+    if isinstance(ffn, GatedMlp | PlainMlp):
+        forward = (4 if isinstance(ffn, GatedMlp) else 2) * ffn.intermediate
     return max(4 * hidden + inner, 6 * hidden + forward)
 
 

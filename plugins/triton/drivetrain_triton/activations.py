@@ -1,4 +1,4 @@
-"""Gated activations: act(first half) * second half of each row, in one launch."""
+"""Activations, in one launch: act(first half) * second half of each row, or act of the whole row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton
 from triton import language as tl
 
-from drivetrain_api.v1 import GatedActivationSpec
+from drivetrain_api.v1 import ActivationSpec, GatedActivationSpec
 
 from .launch import kernel
 from .overlap import let_next_begin, wait_for_earlier
@@ -46,6 +46,37 @@ def _gated(gate_up, out, stride, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: 
     act = activated(gate.to(tl.float32), KIND).to(gate.dtype)
     product = act.to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * SIZE + column, product.to(gate.dtype), mask=inside)
+
+
+@kernel
+@triton.jit
+def _plain(x, out, stride, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """x [T, SIZE], rows ``stride`` apart -> out [T, SIZE]."""
+    let_next_begin(OVERLAPS)
+    wait_for_earlier(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0)
+    tl.store(out + row * SIZE + column, activated(value.to(tl.float32), KIND).to(value.dtype), mask=inside)
+
+
+def make_plain(spec: ActivationSpec, target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
+    """activation.plain/1: ``fn(x [T, size]) -> [T, size]``."""
+    size = spec.size
+    block = min(BLOCK, triton.next_power_of_2(size))
+    pieces = triton.cdiv(size, block)
+    settings = {"KIND": spec.kind, "SIZE": size, "BLOCK": block, "OVERLAPS": target.overlaps} | target.options
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if out.numel():
+            if x.dim() != 2 or x.stride(-1) != 1:
+                x = x.reshape(-1, size).contiguous()
+            _plain[(x.shape[0], pieces)](x, out, x.stride(0), num_warps=WARPS, **settings)
+        return out
+
+    return plain
 
 
 def make_gated(spec: GatedActivationSpec, target: Target) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from drivetrain_api.v1 import (
+    ActivationSpec,
+    AddLayerNormSpec,
     AddRmsNormSpec,
     Decline,
     DrawSpec,
     EmbeddingSpec,
     GatedActivationSpec,
     KeepSpec,
+    LayerNormSpec,
     OpSpec,
     OpTraits,
     PrepareSpec,
@@ -21,9 +24,10 @@ from drivetrain_api.v1 import (
     RopeSpec,
 )
 
-from .activations import make_gated
+from .activations import make_gated, make_plain
 from .draws import make_draw
 from .embedding import make_embedding
+from .layer_norms import make_add_layer, make_layer
 from .norms import make_add_rms, make_rms
 from .prepare import make_keep, make_prepare
 from .rope import make_angles, make_rope
@@ -33,6 +37,9 @@ FLOATS = ("float32", "bfloat16", "float16")
 SMALL: dict[str, Callable[[Any, Target], Any]] = {
     RmsNormSpec.op: make_rms,
     AddRmsNormSpec.op: make_add_rms,
+    LayerNormSpec.op: make_layer,
+    AddLayerNormSpec.op: make_add_layer,
+    ActivationSpec.op: make_plain,
     GatedActivationSpec.op: make_gated,
     RopeAnglesSpec.op: make_angles,
     RopeSpec.op: make_rope,

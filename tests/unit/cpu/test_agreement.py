@@ -11,6 +11,7 @@ from drivetrain.ops.cases.sampling import draw_case, random_mask, sampling_input
 from drivetrain.ops.cases.source import Source
 from drivetrain.ops.reference import REFERENCE, Place
 from drivetrain_api.v1 import (
+    AddLayerNormSpec,
     AddRmsNormSpec,
     ConfigView,
     DrawSpec,
@@ -246,12 +247,21 @@ def test_norm_rows_keep_their_bits(dtype, threads):
             check_all_sizes(lambda rows, rms=rms, weight=weight: rms(rows, weight), x[0], x[1:])
             add = native(AddRmsNormSpec(dtype=dtype, size=size, eps=1e-6, round_before_weight=early))
             check_rows(lambda rows, add=add, weight=weight: add(rows, rows, weight)[0], x[0], x[1:])
+        layer, bias = native(AddLayerNormSpec(dtype=dtype, size=size, eps=1e-5)), source.normal(size)
+        check_rows(lambda rows, layer=layer, w=weight, b=bias: layer(rows, rows, w, b)[0], x[0], x[1:])
 
 
 def test_pointwise_rows_keep_their_bits(threads):
     """Every other op of a forward, native or reference, as a deterministic engine binds it."""
     from drivetrain.ops import Ops
-    from drivetrain_api.v1 import GatedActivationSpec, LogprobsSpec, RopeAnglesSpec, RopeSpec, SoftCapSpec
+    from drivetrain_api.v1 import (
+        ActivationSpec,
+        GatedActivationSpec,
+        LogprobsSpec,
+        RopeAnglesSpec,
+        RopeSpec,
+        SoftCapSpec,
+    )
 
     ops = Ops(
         plugin.create((0,), ConfigView(num_threads=threads, deterministic=True)), block_tokens=16, deterministic=True
@@ -262,6 +272,8 @@ def test_pointwise_rows_keep_their_bits(threads):
             for kind in ("silu", "gelu", "gelu_tanh"):
                 gated = ops.bind(GatedActivationSpec(dtype=dtype, size=size, kind=kind))
                 check_places(gated, source.normal(333, 2 * size, scale=3.0))
+                plain = ops.bind(ActivationSpec(dtype=dtype, size=size, kind=kind))
+                check_places(plain, source.normal(333, size, scale=3.0))
             cap = ops.bind(SoftCapSpec(dtype=dtype, cap=30.0))
             check_places(cap, source.normal(333, size, scale=30.0))
         rope = ops.bind(RopeSpec(dtype=dtype, head_dim=128, rotary_dim=128))

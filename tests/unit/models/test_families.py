@@ -25,6 +25,9 @@ QWEN = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
 PHI = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "head_dim": 6}
 GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "head_dim": 6}
+OLMO = {**LLAMA, "architectures": ["Olmo2ForCausalLM"], "head_dim": 6}
+STARCODER = {**LLAMA, "architectures": ["Starcoder2ForCausalLM"], "head_dim": 6}
+SWA = {**GRANITE, "architectures": ["GraniteSWAForCausalLM"]}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 6}
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -152,6 +155,20 @@ def test_granites_multipliers_are_1_where_they_are_left_out():
     assert (spec.embed_scale, spec.logit_divisor, layer.residual.scale, layer.mixer.scale) == (1.0, 1.0, 1.0, 1.0)
 
 
+def test_granite_swas_layers_have_a_theta_each_and_0_is_no_rope():
+    count = {"num_hidden_layers": 6}
+    spec = read_spec({**SWA, **count, "layer_rope_theta": [0, 1e4, 500, 0.0, 1e4, 0], "sliding_window": 5}, "float32")
+    assert [layer.mixer.rope for layer in spec.layers] == [None, 1, 0, None, 1, None]
+    assert [rope.theta for rope in spec.ropes] == [500.0, 1e4]
+    assert [layer.mixer.window for layer in spec.layers] == [None, 5, 5, 5, None, 5]
+    assert all(layer.mixer.sinks for layer in spec.layers) and spec.tied
+    plain = read_spec({**SWA, **count, "rope_theta": 7e3}, "float32")
+    assert [layer.mixer.rope for layer in plain.layers] == [0] * 6 and plain.ropes[0].theta == 7e3
+    assert {layer.mixer.window for layer in plain.layers} == {None, 128}
+    nowhere = read_spec({**SWA, **count, "layer_rope_theta": [0] * 6}, "float32")
+    assert nowhere.ropes == () and {layer.mixer.rope for layer in nowhere.layers} == {None}
+
+
 def test_qwen2_has_biases_on_q_k_and_v_alone():
     mixer = read_spec(QWEN2, "float32").layers[0].mixer
     assert (mixer.qkv_bias, mixer.out_bias, mixer.head_norm) == (True, False, None)
@@ -214,6 +231,19 @@ REFUSED = [
     (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     (GEMMA2, {"attn_logit_softcapping": -1}, "attn_logit_softcapping"),
     (GEMMA2, {"hidden_activation": "relu2"}, "hidden_activation"),
+    (OLMO, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    (OLMO, {"mlp_bias": True}, "mlp_bias"),
+    (OLMO, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    (STARCODER, {"norm_epsilon": 0}, "norm_epsilon"),
+    (STARCODER, {"use_bias": "no"}, "use_bias"),
+    (STARCODER, {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'; it must be layer_norm"),
+    (STARCODER, {"mlp_type": "gated"}, "mlp_type"),
+    (STARCODER, {"hidden_act": "relu"}, "hidden_act"),
+    (SWA, {"layer_rope_theta": [0, 1e4]}, "layer_rope_theta"),
+    (SWA, {"layer_rope_theta": [0, -1, 1e4]}, "layer_rope_theta is -1; it must be a positive number"),
+    (SWA, {"layer_rope_theta": [False, 1e4, 1e4]}, "layer_rope_theta is False"),
+    (SWA, {"sliding_window": None}, "lacks sliding_window"),
+    (SWA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters has full_attention"),
     (GRANITE, {"layer_types": ["full_attention"] * 3}, "layer_types"),
     (GRANITE, {"logits_scaling": 0}, "logits_scaling is 0; it must be a positive number"),
     (GRANITE, {"residual_multiplier": "big"}, "residual_multiplier"),

@@ -216,6 +216,26 @@ def test_norms_inside_the_products_behind_them_change_no_bit(family, dtype: str)
     assert [h.sources for h in plain.holders] == [h.sources for h in fused.holders]
 
 
+OTHERS = {  # family -> the runs that it asks for, a layer; the rest stays single
+    "olmo2": {GATED: 3, ENTRY: 3},  # no norm before a product
+    "starcoder2": {ENTRY: 3},  # layer norms, and no gate
+    "granite_swa": {FIRST_GATED: 5, FIRST: 5, ENTRY: 3},  # two layers without a rope
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_of_another_build_ask_for_the_runs_that_fit_and_keep_their_bits(name, dtype: str, tmp_path) -> None:
+    directory = tiny_checkpoint(name, tmp_path / "model")
+    plain, _ = decoder_of(directory, None, dtype)
+    claiming = Claiming((GATED, ENTRY, NORMED, FIRST, FIRST_GATED))
+    fused, _ = decoder_of(directory, claiming, dtype)
+    wanted, got = generate(plain), generate(fused)
+    assert torch.equal(got[0], wanted[0]) and len(set(got[1])) > 2
+    claiming.calls.pop("without a residual", None)
+    assert claiming.calls == {run: count * (2 + STEPS) for run, count in OTHERS[name].items()}
+
+
 def test_all_runs_together(family) -> None:
     _, directory = family
     plain, _ = decoder_of(directory, None)

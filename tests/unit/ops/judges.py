@@ -30,6 +30,23 @@ def judge_add_rms(case):
     return rms(f64(total), f64(case.inputs["weight"]), case.spec), f64(total)
 
 
+def layer(x, weight, bias, spec):
+    out = np.zeros_like(x)
+    for index in np.ndindex(x.shape[:-1]):
+        row = x[index] - x[index].mean()
+        out[index] = row / math.sqrt((row**2).mean() + spec.eps) * weight + bias
+    return out
+
+
+def judge_layer(case):
+    return (layer(f64(case.inputs["x"]), f64(case.inputs["weight"]), f64(case.inputs["bias"]), case.spec),)
+
+
+def judge_add_layer(case):
+    total = case.inputs["x"] + case.inputs["residual"]  # rounded to the dtype: the op says so
+    return layer(f64(total), f64(case.inputs["weight"]), f64(case.inputs["bias"]), case.spec), f64(total)
+
+
 ACTS = {
     "silu": lambda v: v / (1 + math.exp(-v)) if v > -700 else 0.0,
     "gelu": lambda v: 0.5 * v * (1 + math.erf(v / math.sqrt(2))),
@@ -44,6 +61,11 @@ def judge_gated(case):
     for index in np.ndindex(gate.shape):
         out[index] = ACTS[case.spec.kind](gate[index]) * up[index]
     return (out,)
+
+
+def judge_plain(case):
+    x = f64(case.inputs["x"])
+    return (np.vectorize(ACTS[case.spec.kind], otypes=[float])(x) if x.size else x,)
 
 
 def judge_soft_cap(case):
@@ -232,6 +254,9 @@ def judge_prepare(case):
 JUDGES = {
     "norm.rms/1": judge_rms,
     "norm.add_rms/1": judge_add_rms,
+    "norm.layer/1": judge_layer,
+    "norm.add_layer/1": judge_add_layer,
+    "activation.plain/1": judge_plain,
     "activation.gated/1": judge_gated,
     "soft_cap/1": judge_soft_cap,
     "rope.angles/1": judge_angles,

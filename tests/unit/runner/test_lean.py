@@ -161,6 +161,16 @@ class Meter:
 MIXER = {"intermediate_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 WIDE = {"intermediate_size": 400}
 NORMED = {**MIXER, "architectures": ["Qwen3ForCausalLM"]}
+OLMO, STARCODER = {"architectures": ["Olmo2ForCausalLM"]}, {"architectures": ["Starcoder2ForCausalLM"]}
+SCALED = {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "embedding_multiplier": 2.0}
+OTHERS = {
+    "norms of all heads at once": {**MIXER, **OLMO},
+    "norms after branches": {**WIDE, **OLMO},
+    "layer norms": {**MIXER, **STARCODER},
+    "no gate": {**WIDE, **STARCODER},
+    "scaled branches": {**MIXER, **SCALED},
+    "scaled branches, feed-forward": {**WIDE, **SCALED},
+}
 
 
 def metered(changes: dict) -> tuple[int, ModelSpec]:
@@ -203,6 +213,19 @@ def test_lean_bytes_bound_what_lives(changes) -> None:
     sizes = StepSizes(tokens=10, logits=1, workspace=300, reference_draw=False, lean=True)
     assert layer_bytes(spec, sizes) == 10 * counted + 300
     assert layer_bytes(spec, replace(sizes, lean=False)) > 10 * counted + 300, "references hold more"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_lean_bytes_bound_what_lives_in_layers_of_another_build(name: str) -> None:
+    """Norms of all heads go back into q and k, scaled branches are scaled in place: neither adds to the peak."""
+    peak, spec = metered(OTHERS[name])
+    counted = lean_bytes(spec.layers[1], spec.hidden, 2)
+    assert peak <= counted <= 1.2 * peak
+    mixer, inner, hidden = spec.layers[1].mixer, spec.layers[1].ffn.intermediate, spec.hidden
+    q, k = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    wide = 2 * inner if name == "no gate" else 3 * inner + hidden
+    fullest = wide if inner == WIDE["intermediate_size"] else (q + 2 * k) + (q + k) + q
+    assert peak == hidden * (2 * 2 + 2 * 4) + 2 * fullest
 
 
 def test_gate_and_up_count_only_for_the_tokens_whose_products_lie_apart() -> None:

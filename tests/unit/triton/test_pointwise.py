@@ -6,6 +6,7 @@ import torch
 from drivetrain.ops.cases.source import Source
 from drivetrain.ops.reference import REFERENCE, Place
 from drivetrain_api.v1 import (
+    AddLayerNormSpec,
     AddRmsNormSpec,
     Decline,
     GatedActivationSpec,
@@ -27,7 +28,8 @@ from drivetrain_triton.target import INTERPRETER
 
 RUNTIME = torch_runtime("cpu")
 PLACE = Place(runtime=RUNTIME, storage=torch_storage(RUNTIME, (16,), "int32"))
-OPS = ("norm.rms/1", "norm.add_rms/1", "activation.gated/1", "rope.angles/1", "rope.apply/1", "embedding/1")
+OPS = ("norm.rms/1", "norm.add_rms/1", "norm.layer/1", "norm.add_layer/1")
+OPS += ("activation.gated/1", "activation.plain/1", "rope.angles/1", "rope.apply/1", "embedding/1")
 
 
 def kernel(spec):
@@ -71,6 +73,20 @@ def test_norms_of_rows_too_long_for_registers(size, early, monkeypatch):
     spec = AddRmsNormSpec(**settings)
     got, want = kernel(spec)(x, residual, weight), REFERENCE[spec.op].make(spec)(x, residual, weight)
     close(got[0], want[0], "bfloat16")
+    assert torch.equal(got[1], want[1])
+
+
+def test_layer_norms_of_long_rows_and_of_a_wide_stream(monkeypatch):
+    from drivetrain_triton import layer_norms
+
+    monkeypatch.setattr(layer_norms, "PIECE", 128)
+    source = Source("bfloat16", 3)
+    x, weight, bias = source.normal(5, 600)[:, 7:307], source.normal(300), source.normal(300)
+    residual = source.normal(5, 300, dtype="float32")
+    spec = AddLayerNormSpec(dtype="bfloat16", size=300, eps=1e-5)
+    given = (x, residual, weight, bias)
+    got, want = kernel(spec)(*given), REFERENCE[spec.op].make(spec)(*given)
+    close(got[0], want[0], "bfloat16", spec.op)
     assert torch.equal(got[1], want[1])
 
 

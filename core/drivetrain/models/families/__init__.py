@@ -19,10 +19,13 @@ FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "drivetrain.models.families.llama",
     "Gemma2ForCausalLM": "drivetrain.models.families.gemma2",
     "GraniteForCausalLM": "drivetrain.models.families.granite",
+    "GraniteSWAForCausalLM": "drivetrain.models.families.granite_swa",
     "MistralForCausalLM": "drivetrain.models.families.mistral",
+    "Olmo2ForCausalLM": "drivetrain.models.families.olmo2",
     "Phi3ForCausalLM": "drivetrain.models.families.phi3",
     "Qwen2ForCausalLM": "drivetrain.models.families.qwen2",
     "Qwen3ForCausalLM": "drivetrain.models.families.qwen3",
+    "Starcoder2ForCausalLM": "drivetrain.models.families.starcoder2",
     "Gemma3ForCausalLM": "drivetrain.models.families.gemma3",
     "Gemma3ForConditionalGeneration": "drivetrain.models.families.gemma3",
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.errors import ModelError
-from drivetrain.models.families.config import Fields
+from drivetrain.models.families.config import LAYER_TYPES, Fields
 from drivetrain.models.spec import (
     BandScaling,
     DynamicScaling,
@@ -24,7 +24,11 @@ TRAINED = "original_max_position_embeddings"
 def read_rope(fields: Fields, head_dim: int, *, theta: float = 10000.0) -> Rope:
     """The model's one rope: ``rope_parameters`` as of Transformers 5, else ``rope_theta`` and ``rope_scaling``."""
     key = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
-    return rope_of(fields.raw(key) or {}, fields, key=key, head_dim=head_dim, theta=theta)
+    given = fields.raw(key) or {}
+    for kind in LAYER_TYPES:
+        if isinstance(given, Mapping) and kind in given:
+            raise ModelError(f"{key} has {kind}", fix="all layers of this family share one rope; give its values alone")
+    return rope_of(given, fields, key=key, head_dim=head_dim, theta=theta)
 
 
 def rope_of(given: Mapping[str, Any], fields: Fields, *, key: str, head_dim: int, theta: float = 10000.0) -> Rope:

@@ -10,8 +10,8 @@ from drivetrain.ops.reference.attention import ATTENTION
 from drivetrain.ops.reference.dense import EMBEDDING, LINEAR
 from drivetrain.ops.reference.draws import DRAW
 from drivetrain.ops.reference.kinds import Case, Cost, Place, ReferenceOp, Tolerance
-from drivetrain.ops.reference.norms import ADD_RMS_NORM, RMS_NORM
-from drivetrain.ops.reference.pointwise import GATED_ACTIVATION, SOFT_CAP
+from drivetrain.ops.reference.norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from drivetrain.ops.reference.pointwise import GATED_ACTIVATION, PLAIN_ACTIVATION, SOFT_CAP
 from drivetrain.ops.reference.rope import ROPE, ROPE_ANGLES
 from drivetrain.ops.reference.steps import KEEP, LOGPROBS, PREPARE, VERIFY
 
@@ -20,6 +20,9 @@ REFERENCE: dict[str, ReferenceOp] = {
     for reference in (
         RMS_NORM,
         ADD_RMS_NORM,
+        LAYER_NORM,
+        ADD_LAYER_NORM,
+        PLAIN_ACTIVATION,
         GATED_ACTIVATION,
         SOFT_CAP,
         ROPE_ANGLES,

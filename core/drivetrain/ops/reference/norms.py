@@ -1,4 +1,4 @@
-"""norm.rms and norm.add_rms."""
+"""norm.rms, norm.layer, and both after an addition."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from drivetrain.ops.cases.pointwise import add_rms_cases, rms_cases
-from drivetrain.ops.reference.kinds import Cost, ReferenceOp, pointwise_tolerance, row_cost, wide
-from drivetrain_api.v1 import AddRmsNormSpec, BatchFacts, RmsNormSpec
+from drivetrain.ops.cases.pointwise import add_layer_cases, add_rms_cases, layer_cases, rms_cases
+from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost, wide
+from drivetrain_api.v1 import AddLayerNormSpec, AddRmsNormSpec, BatchFacts, LayerNormSpec, RmsNormSpec
 
 NormSpec = RmsNormSpec | AddRmsNormSpec
 
@@ -48,6 +48,57 @@ def make_add_rms(
     return add_rms
 
 
+def layer(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, spec: LayerNormSpec | AddLayerNormSpec
+) -> torch.Tensor:
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias over the last axis; weight and bias [size].
+
+    All of it is float32, and rounded once to the weight's dtype, also where x is a float32 stream in a model of a
+    smaller dtype.
+    """
+    x32 = wide(x)
+    centred = x32 - x32.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + spec.eps)
+    return (normed * wide(weight) + wide(bias)).to(weight.dtype)
+
+
+def make_layer(spec: LayerNormSpec) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """norm.layer/1: ``fn(x [..., size], weight [size], bias [size]) -> [..., size]``; see ``layer``."""
+    return lambda x, weight, bias: layer(x, weight, bias, spec)
+
+
+def make_add_layer(
+    spec: AddLayerNormSpec,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """norm.add_layer/1: ``fn(x, residual, weight, bias) -> (normed, total)``: total = x + residual, of the
+    residual's dtype (float32 in models that keep the stream so); normed = norm.layer of that total.
+    """
+
+    def add_layer(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return layer(total, weight, bias, spec), total
+
+    return add_layer
+
+
+def layer_cost(spec: LayerNormSpec, facts: BatchFacts) -> Cost:
+    """Read and write a row; seven operations an element."""
+    return row_cost(spec, facts, 2 * spec.size, 7 * spec.size)
+
+
+def add_layer_cost(spec: AddLayerNormSpec, facts: BatchFacts) -> Cost:
+    """Read two rows, write two; eight operations an element."""
+    return row_cost(spec, facts, 4 * spec.size, 8 * spec.size)
+
+
+def layer_tolerance(dtype: str) -> Tolerance:
+    """A mean is taken off: near it an element's error is that of the row, not of the element."""
+    rtol = pointwise_tolerance(dtype).rtol
+    return Tolerance(rtol=rtol, atol=2 * rtol)
+
+
 def rms_cost(spec: RmsNormSpec, facts: BatchFacts) -> Cost:
     """Read and write a row; four operations an element."""
     return row_cost(spec, facts, 2 * spec.size, 4 * spec.size)
@@ -73,4 +124,20 @@ ADD_RMS_NORM = ReferenceOp(
     cases=add_rms_cases,
     tolerance=pointwise_tolerance,
     cost=add_rms_cost,
+)
+LAYER_NORM = ReferenceOp(
+    op=LayerNormSpec.op,
+    make=make_layer,
+    invariant=make_layer,
+    cases=layer_cases,
+    tolerance=layer_tolerance,
+    cost=layer_cost,
+)
+ADD_LAYER_NORM = ReferenceOp(
+    op=AddLayerNormSpec.op,
+    make=make_add_layer,
+    invariant=make_add_layer,
+    cases=add_layer_cases,
+    tolerance=layer_tolerance,
+    cost=add_layer_cost,
 )

@@ -1,4 +1,4 @@
-"""activation.gated and soft_cap."""
+"""activation.gated, activation.plain and soft_cap."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from drivetrain.ops.cases.pointwise import gated_cases, soft_cap_cases
+from drivetrain.ops.cases.pointwise import gated_cases, plain_cases, soft_cap_cases
 from drivetrain.ops.reference.kinds import Cost, ReferenceOp, Tolerance, pointwise_tolerance, row_cost, wide
-from drivetrain_api.v1 import BatchFacts, GatedActivationSpec, SoftCapSpec
+from drivetrain_api.v1 import ActivationSpec, BatchFacts, GatedActivationSpec, SoftCapSpec
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,6 +22,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+LANES = 64  # a multiple of what any vector loop takes at once
 ACTIVATIONS: dict[str, Pointwise] = {"silu": functional.silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
 
@@ -49,6 +50,21 @@ def make_invariant_gated(spec: GatedActivationSpec) -> Pointwise:
     return gated
 
 
+def make_plain(spec: ActivationSpec) -> Pointwise:
+    """activation.plain/1: ``fn(x [T, size]) -> [T, size]``: the activation of ``make_gated``, multiplied by nothing."""
+    return ACTIVATIONS[spec.kind]
+
+
+def make_invariant_plain(spec: ActivationSpec) -> Pointwise:
+    """The same over rows that begin at a fixed lane each, so that an element meets the same code in every batch."""
+    activation, missing = ACTIVATIONS[spec.kind], -spec.size % LANES
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return activation(functional.pad(x, (0, missing)).contiguous())[..., : spec.size]
+
+    return plain
+
+
 def make_soft_cap(spec: SoftCapSpec) -> Pointwise:
     """soft_cap/1: ``fn(x) -> cap * tanh(x / cap)``, computed in float32, of x's dtype and shape."""
 
@@ -69,6 +85,11 @@ def gated_cost(spec: GatedActivationSpec, facts: BatchFacts) -> Cost:
     return row_cost(spec, facts, 3 * spec.size, 10 * spec.size)
 
 
+def plain_cost(spec: ActivationSpec, facts: BatchFacts) -> Cost:
+    """Read a row, write one; about nine operations an element."""
+    return row_cost(spec, facts, 2 * spec.size, 9 * spec.size)
+
+
 def soft_cap_cost(spec: SoftCapSpec, facts: BatchFacts) -> Cost:
     """For one element a token: its size is not in the spec."""
     return row_cost(spec, facts, 2, 10)
@@ -81,6 +102,14 @@ GATED_ACTIVATION = ReferenceOp(
     cases=gated_cases,
     tolerance=gated_tolerance,
     cost=gated_cost,
+)
+PLAIN_ACTIVATION = ReferenceOp(
+    op=ActivationSpec.op,
+    make=make_plain,
+    invariant=make_invariant_plain,
+    cases=plain_cases,
+    tolerance=gated_tolerance,
+    cost=plain_cost,
 )
 SOFT_CAP = ReferenceOp(
     op=SoftCapSpec.op,

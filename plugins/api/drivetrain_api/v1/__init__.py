@@ -45,8 +45,11 @@ from .hooks import (
 from .linear import EmbeddingSpec, Linear, LinearSpec, Packed, QuantSpec, Unpackable
 from .ops import BatchFacts, Decline, Fused, Implementation, OpSpec, OpTraits, Provided
 from .pointwise import (
+    ActivationSpec,
+    AddLayerNormSpec,
     AddRmsNormSpec,
     GatedActivationSpec,
+    LayerNormSpec,
     RmsNormSpec,
     RopeAnglesSpec,
     RopeSpec,
@@ -179,4 +182,7 @@ __all__ = [
     "torch_dtype",
     "torch_runtime",
     "torch_storage",
+    "LayerNormSpec",
+    "AddLayerNormSpec",
+    "ActivationSpec",
 ]

@@ -38,6 +38,37 @@ class AddRmsNormSpec(OpSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNormSpec(OpSpec):
+    """``fn(x [..., size], weight [size], bias [size]) -> [..., size]``, in float32 and rounded once:
+    (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias. The result has the weight's dtype."""
+
+    op: ClassVar[str] = "norm.layer/1"
+    size: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddLayerNormSpec(OpSpec):
+    """``fn(x, residual, weight, bias) -> (normed, total)``: total = x + residual, normed = norm.layer of total.
+
+    ``residual`` and ``total`` may be float32 beside an x and a weight of a smaller dtype, which normed has.
+    """
+
+    op: ClassVar[str] = "norm.add_layer/1"
+    size: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSpec(OpSpec):
+    """``fn(x [T, size]) -> [T, size]``: act(x), computed in float32 and rounded once."""
+
+    op: ClassVar[str] = "activation.plain/1"
+    size: int
+    kind: Literal["silu", "gelu_tanh", "gelu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedActivationSpec(OpSpec):
     """``fn(gate_up [T, 2 * size]) -> [T, size]``: act(first half) * second half."""
 
