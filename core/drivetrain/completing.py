@@ -182,7 +182,8 @@ class Completer:
         ]
         with self._entered() as submit:
             for place, (ids, one, budget) in enumerate(zip(prompts, params, budgets, strict=True)):
-                for request in self._fan_out.requests(self._prompt(ids), one, budget):
+                entry = replace(self._prompt(ids), bad_words=self._text.words(one.bad_words) if one.bad_words else ())
+                for request in self._fan_out.requests(entry, one, budget):
                     submit(request, Running(place, request.sample_index, self._assembly(request, one)))
             yield submit.mine
 
@@ -203,6 +204,7 @@ class Completer:
             self._text.detokenizer(request.prompt_ids, skip_special=True),
             stops,
             logprobs=params.logprobs is not None,
+            min_tokens=params.min_tokens,
         )
 
     def _step(self, mine: Sequence[Running]) -> None:

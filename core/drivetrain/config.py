@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "max_model_len": (0, 2**31 - 1),
     "max_num_seqs": (1, 65536),
     "max_num_batched_tokens": (1, 2**24),
+    "max_adjusted_seqs": (0, 65536),
     "block_size": (0, 65536),
     "cache_bytes": (0, 2**50),
     "tensor_parallel_size": (1, 1024),
@@ -37,7 +38,8 @@ class EngineConfig:
 
     ``max_model_len`` 0: the model's own. ``memory_utilization``: the part of the device's free memory that the
     engine may use in all. ``cache_bytes``: the cache's size, overriding what the memory plan would give.
-    ``depth`` 0: the backend's own. ``max_num_batched_tokens``: query tokens a step.
+    ``depth`` 0: the backend's own. ``max_num_batched_tokens``: query tokens a step. ``max_adjusted_seqs``: requests
+    with penalties, biases, bad words or a minimum length that run at once; others wait (0: they are refused).
     """
 
     model: str
@@ -52,6 +54,7 @@ class EngineConfig:
     max_model_len: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_adjusted_seqs: int = 32
     block_size: int = 0
     enable_prefix_caching: bool = True
     memory_utilization: float = 0.0

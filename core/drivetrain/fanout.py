@@ -17,13 +17,15 @@ UINT64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One prompt to complete. ``ids``: int32 [num_prompt]; ``arrival``: on the monotonic clock."""
+    """One prompt to complete. ``ids``: int32 [num_prompt]; ``arrival``: on the monotonic clock; ``bad_words``: the
+    token sequences of the parameters' texts."""
 
     ids: np.ndarray
     eos_ids: tuple[int, ...]
     arrival: float
     priority: int = 0
     cache_salt: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 def check_budget(longest: int, length: int, asked: int | None) -> int:
@@ -72,4 +74,5 @@ class FanOut:
                 sample_index=sample,
                 fanout=first if sampling.n > 1 else None,
                 cache_salt=prompt.cache_salt,
+                bad_words=prompt.bad_words,
             )

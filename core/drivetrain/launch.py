@@ -268,6 +268,8 @@ def make_loop(config: EngineConfig, described: Described, executor: Executor, me
             max_drafts=parts.max_drafts,
             fixed_chunk=fixed,
             grid_positions=any(rope.sections for rope in described.spec.ropes),
+            max_adjusted_seqs=min(config.max_adjusted_seqs, limits.rows),
+            vocabulary=described.spec.vocabulary,
         ),
         manager,
         policy=policy_of(config.scheduling_policy),

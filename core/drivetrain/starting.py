@@ -39,6 +39,7 @@ def runner_sizes(config: EngineConfig, described: Described, max_model_len: int,
         max_model_len=max_model_len,
         max_drafts=max_drafts,
         depth=config.depth or described.backend.capabilities.default_depth,
+        max_adjusted=config.max_adjusted_seqs,
     )
 
 

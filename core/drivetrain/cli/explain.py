@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Bind the model on the device, load nothing, and print a line an op."""
     from drivetrain.launch import describe, resolve_device
-    from drivetrain_api.v1 import DrawSpec, LogprobsSpec, PrepareSpec
+    from drivetrain_api.v1 import AdjustSpec, DrawSpec, LogprobsSpec, PrepareSpec
 
     config, _ = configs(arguments)
     choice = resolve_device(config)
@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     described.ops.bind(DrawSpec(dtype="float32", vocabulary=described.spec.vocabulary))
     described.ops.bind(LogprobsSpec(dtype="float32", vocabulary=described.spec.vocabulary))
+    described.ops.bind(AdjustSpec(dtype="float32", vocabulary=described.spec.vocabulary))
     rows: list[dict[str, Any]] = [
         {
             "op": one.op,

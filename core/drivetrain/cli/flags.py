@@ -71,6 +71,14 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ("max-num-seqs", {"type": count, "metavar": "N", "help": "requests that run at once"}),
     ("max-num-batched-tokens", {"type": count, "metavar": "N", "help": "query tokens a step"}),
     (
+        "max-adjusted-seqs",
+        {
+            "type": within(0, 65536),
+            "metavar": "N",
+            "help": "requests with penalties, biases, bad words or a minimum length that run at once (default 32)",
+        },
+    ),
+    (
         "block-size",
         {"type": count, "metavar": "N", "help": "tokens a cache block (default: the backend's own)"},
     ),

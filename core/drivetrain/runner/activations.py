@@ -16,6 +16,7 @@ from drivetrain.runner.drawing import (
     DRAW_ELEMENT,
     LOGIT_BYTES,
     SCALED_ELEMENT,
+    adjust_element,
     on_reference,
     rows_at_once,
 )
@@ -40,6 +41,7 @@ class StepSizes:
     whether the scaled logits of a backend's own filters are counted, and log-probabilities. ``lean``: no op of the
     layers runs on the reference, which holds what it computes in float32 too. ``apart``: of steps of up to so many
     tokens, the most tokens for which gate and up products lie in memory beside what their activation gives.
+    ``adjusts``: bytes a logit beside its own while penalties and biases change it (0: never).
     """
 
     tokens: int
@@ -49,6 +51,7 @@ class StepSizes:
     filters: bool = False
     lean: bool = False
     apart: Callable[[int], int] = int
+    adjusts: int = 0
 
     @staticmethod
     def of(decoder: Decoder, ops: Ops, config: RunnerConfig) -> StepSizes:
@@ -63,6 +66,7 @@ class StepSizes:
             reference_draw=on_reference(ops, draw),
             lean=not any(choice.provider == "reference" and choice.op in LAYER_OPS for choice in ops.report),
             apart=ops.gated_apart,
+            adjusts=adjust_element(ops, decoder.spec.vocabulary) if config.max_adjusted else 0,
         )
 
 
@@ -144,5 +148,7 @@ def sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
         filtered = rows_at_once(rows, spec.vocabulary, BESIDE_BYTES, SCALED_ELEMENT) * SCALED_ELEMENT
         reported = rows_at_once(rows, spec.vocabulary, BESIDE_BYTES, DRAW_ELEMENT) * DRAW_ELEMENT
         drawn = max(filtered, reported) if sizes.filters else DRAW_ELEMENT
+    if sizes.adjusts:
+        drawn = max(drawn, rows_at_once(rows, spec.vocabulary, BESIDE_BYTES, sizes.adjusts) * sizes.adjusts)
     hidden = 3 * sizes.logits * spec.hidden * dtype_bytes(spec.activation_dtype)
     return hidden + spec.vocabulary * (rows * 4 + max(rows * beside, drawn))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drivetrain_api.v1 import DrawSpec, LogprobsSpec, SamplingInputs
+from drivetrain_api.v1 import AdjustInputs, AdjustSpec, DrawSpec, LogprobsSpec, SamplingInputs
 from drivetrain_api.v1.sampling import STREAM_TARGET
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ DRAW_BYTES = 256 << 20  # what the reference may hold beside them
 BESIDE_BYTES = 128 << 20  # the same for filtered draws of a backend's own, and for log-probabilities alone: no more
 # than the logits took in a type of two bytes before they were float32
 SCALED_ELEMENT = 4  # bytes a token of the scaled logits that a backend's own filters hold
+ADJUST_ELEMENT = 32  # the same while the reference changes logits; a backend's own holds its result alone
 DRAW_ELEMENT = 48  # bytes a token that the reference's noise, filters and sorts hold
 
 
@@ -57,36 +58,52 @@ class Drawer:
         self._logits = logits
         self._greedy = greedy
         self._dear_draw, self._dear_logprobs = on_reference(ops, draw), on_reference(ops, logprobs)
+        self._adjust = ops.bind(AdjustSpec(dtype="float32", vocabulary=vocabulary))
+        self._adjust_element = adjust_element(ops, vocabulary)
 
     def skips_logits(self, count: int) -> bool:
         """Return whether ``count`` greedy rows are drawn without their logits, where nothing else wants these."""
         return self._greedy is not None and self._greedy.takes(count)
 
-    def run(self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
-        """hidden [N, hidden] -> N draws, and log-probabilities with that many alternatives (None: no report)."""
+    def run(
+        self,
+        hidden: torch.Tensor,
+        inputs: SamplingInputs,
+        alternatives: int | None,
+        adjust: AdjustInputs | None = None,
+    ) -> Drawn:
+        """hidden [N, hidden] -> N draws, and log-probabilities with that many alternatives (None: no report).
+
+        ``adjust``: what changes logits before the draw; log-probabilities are of those before.
+        """
         count = hidden.shape[0]
-        wanted = not inputs.all_greedy or inputs.mask is not None or alternatives is not None
+        wanted = not inputs.all_greedy or inputs.mask is not None or alternatives is not None or adjust is not None
         if self._greedy is not None and not wanted and self.skips_logits(count):
             tokens, best = self._greedy(hidden)
             return Drawn(tokens=tokens, witness=best, logprobs={})
         step = count if self.fixed else rows_at_once(count, self.vocabulary, LOGIT_BYTES, 4)
         if step == count:
-            return self._rows(hidden, inputs, alternatives)
-        pieces = [
-            self._rows(hidden[a : a + step], rows_of(inputs, a, a + step), alternatives) for a in range(0, count, step)
-        ]
+            return self._rows(hidden, inputs, alternatives, adjust)
+        pieces = []
+        for a in range(0, count, step):
+            some = rows_of(inputs, a, a + step), alternatives, adjusts_of(adjust, a, a + step)
+            pieces.append(self._rows(hidden[a : a + step], *some))
         return _joined(pieces)
 
-    def _rows(self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
+    def _rows(
+        self, hidden: torch.Tensor, inputs: SamplingInputs, alternatives: int | None, adjust: AdjustInputs | None
+    ) -> Drawn:
         logits = self._logits(hidden)
         count = logits.shape[0]
         step = count if self.fixed else self._at_once(count, inputs, alternatives)
+        if adjust is not None and not self.fixed:
+            step = min(step, rows_at_once(count, self.vocabulary, BESIDE_BYTES, self._adjust_element))
         if step == count:
-            return self._some(logits, inputs, alternatives)
+            return self._some(logits, inputs, alternatives, adjust)
         pieces = []
         for a in range(0, count, step):
-            part = slice(a, a + step)
-            pieces.append(self._some(logits[part], rows_of(inputs, a, a + step), alternatives))
+            some = rows_of(inputs, a, a + step), alternatives, adjusts_of(adjust, a, a + step)
+            pieces.append(self._some(logits[a : a + step], *some))
         return _joined(pieces)
 
     def _at_once(self, count: int, inputs: SamplingInputs, alternatives: int | None) -> int:
@@ -99,8 +116,11 @@ class Drawer:
             return rows_at_once(count, self.vocabulary, BESIDE_BYTES, SCALED_ELEMENT)
         return count
 
-    def _some(self, logits: torch.Tensor, inputs: SamplingInputs, alternatives: int | None) -> Drawn:
-        tokens = self._draw(logits, inputs, STREAM_TARGET).to(torch.int32)
+    def _some(
+        self, logits: torch.Tensor, inputs: SamplingInputs, alternatives: int | None, adjust: AdjustInputs | None
+    ) -> Drawn:
+        wished = logits if adjust is None else self._adjust(logits, adjust)
+        tokens = self._draw(wished, inputs, STREAM_TARGET).to(torch.int32)
         named: dict[str, torch.Tensor] = {}
         if alternatives is not None:
             names = ("logprob", "rank", "top_ids", "top_logprobs")
@@ -117,6 +137,13 @@ def witness(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def on_reference(ops: Ops, spec: OpSpec) -> bool:
     """Return whether a bound spec is served by the reference."""
     return any(choice.spec == spec and choice.provider == "reference" for choice in ops.report)
+
+
+def adjust_element(ops: Ops, vocabulary: int) -> int:
+    """Return the bytes a logit that are held beside it where logits are changed before a draw."""
+    adjust = AdjustSpec(dtype="float32", vocabulary=vocabulary)
+    ops.bind(adjust)
+    return ADJUST_ELEMENT if on_reference(ops, adjust) else 4 + SCALED_ELEMENT
 
 
 def rows_at_once(count: int, vocabulary: int, limit: int, element: int) -> int:
@@ -137,6 +164,13 @@ def rows_of(inputs: SamplingInputs, first: int, end: int) -> SamplingInputs:
         sample=inputs.sample[first:end],
         mask=None if inputs.mask is None else inputs.mask[first:end],
     )
+
+
+def adjusts_of(inputs: AdjustInputs | None, first: int, end: int) -> AdjustInputs | None:
+    """Return the inputs of rows first .. end - 1."""
+    if inputs is None:
+        return None
+    return replace(inputs, slots=inputs.slots[first:end], position=inputs.position[first:end])
 
 
 def _joined(pieces: list[Drawn]) -> Drawn:

@@ -20,7 +20,7 @@ import torch
 from drivetrain.runner.batch import BatchArrays, BatchShape
 from drivetrain.runner.dummies import few_layers
 from drivetrain.runner.forward import BATCH_ARRAYS
-from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, NON_GREEDY, POOLING
+from drivetrain.runner.rows import ADJUSTED, DELTA, DRAFTS, LOGPROBS, NON_GREEDY, POOLING
 from drivetrain.runner.sampler import RowUpdate, SampleSet
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ class Captured:
 
     def draws(self, facts: int) -> bool:
         """Return whether the second graph does all that rows of these facts ask for."""
-        return self.drawing is not None and not facts & (NON_GREEDY | LOGPROBS | DRAFTS)
+        return self.drawing is not None and not facts & (NON_GREEDY | LOGPROBS | DRAFTS | ADJUSTED)
 
-    def sample_set(self, part: SampleSet) -> None:
-        """Let a set of all the bucket's rows see the replayed step."""
-        part.views = {"rows": self.rows, "logit_rows": self.rows}
+    def sample_set(self, part: SampleSet, slots: torch.Tensor | None = None) -> None:
+        """Let a set of all the bucket's rows see the replayed step. ``slots`` [B]: of rows that have them."""
+        part.see(self.rows, slots)
         last = self.query_start
         part.hidden = self.hidden if last is None else self.hidden.index_select(0, last[1:] - 1)
         part.lengths = part.positions = self.prepared.lengths

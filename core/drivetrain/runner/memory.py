@@ -244,7 +244,7 @@ def _graph_bytes(request: MemoryRequest, sizes: StepSizes) -> int:
     greedy = request.decoder.greedy
     rows = [rows for rows in buckets.drawn if greedy is None or not greedy.takes(rows)]
     hidden = 3 * buckets.most_rows * spec.hidden * dtype_bytes(spec.activation_dtype)
-    largest = replace(sizes, tokens=buckets.most_tokens, logits=max(rows, default=0), filters=False)
+    largest = replace(sizes, tokens=buckets.most_tokens, logits=max(rows, default=0), filters=False, adjusts=0)
     return own + layer_bytes(spec, largest) + max(sampling_bytes(spec, largest), hidden)
 
 

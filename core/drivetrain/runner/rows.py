@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from drivetrain.runner.adjusting import AdjustTables
 from drivetrain.runner.staging import Pack
 from drivetrain_api.v1 import torch_dtype
 
 if TYPE_CHECKING:
-    from drivetrain.sched.plan import RowStart, StepPlan
+    from drivetrain.sched.plan import AdjustStart, RowStart, StepPlan
     from drivetrain_api.v1 import DeviceRuntime
 
 NON_GREEDY, TOP_K, TOP_P, MIN_P, LOGPROBS, DRAFTS, POOLING, DELTA = (1 << i for i in range(8))
+PENALTY, BIAS, HELD, BAD_WORDS = (1 << i for i in range(8, 12))
+ADJUSTED = PENALTY | BIAS | HELD | BAD_WORDS
 # What a start sets: computed, temperature, top_p, min_p (bits), top_k, sample, delta, seed low, seed high, last token.
 START_FIELDS = 10
 START = struct.Struct("=i3f3iQi")
@@ -38,6 +41,7 @@ class TableShape:
 
     ``chunk`` 0: deltas are applied in one piece of their exact size; else in pieces of exactly this many
     entries, filled up with writes to the padding row, so that a backend of fixed shapes sees one shape.
+    ``adjusted``: slots of rows whose logits are changed, of ``vocabulary`` tokens each.
     """
 
     num_rows: int
@@ -45,6 +49,8 @@ class TableShape:
     widths: tuple[int, ...]
     slot_dtype: str
     chunk: int = 0
+    adjusted: int = 0
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +129,10 @@ class RowTables:
         self._count = runtime.from_host(np.arange(rows + 1).astype(shape.slot_dtype))
         self._steady: dict[int, dict[str, torch.Tensor]] = {}
         self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.flags = np.zeros(rows, np.uint8)  # set by ``mark`` alone
+        self.flags = np.zeros(rows, np.uint16)  # set by ``mark`` alone
         self._plain: bool | None = None  # what ``plain`` found, None when it has to look again
         self.logprobs = np.full(rows, -1, np.int32)
+        self.adjusting = AdjustTables(runtime, rows, shape) if shape.adjusted else None
         self.generation = np.zeros(rows, np.int64)
         self.pooling: dict[int, str] = {}
 
@@ -166,7 +173,8 @@ class RowTables:
     @property
     def nbytes(self) -> int:
         """Device bytes of all tables."""
-        return sum(t.numel() * t.element_size() for t in (self._words, self._flat, self._count, *self._constants))
+        own = sum(t.numel() * t.element_size() for t in (self._words, self._flat, self._count, *self._constants))
+        return own + (self.adjusting.nbytes if self.adjusting is not None else 0)
 
     def reset_padding(self) -> None:
         """Set the padding row's count back to 0: dummy decode steps advance it."""
@@ -187,6 +195,12 @@ class RowTables:
         flags: np.ndarray = self.flags[rows]
         return flags
 
+    def slots_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the slot of each row [n] int32, the spare one where it has none."""
+        assert self.adjusting is not None, "some row has a slot"
+        slots: np.ndarray = self.adjusting.slot_of[rows]
+        return slots
+
     # -- deltas ----------------------------------------------------------------------------------------------
 
     def note(self, plan: StepPlan) -> None:
@@ -196,6 +210,8 @@ class RowTables:
         for start in plan.starts:
             self._forget(start.row)
             self.mark(start.row, flags_of(start))
+            if start.adjust is not None and self.adjusting is not None:
+                self.adjusting.note(start.row, start.adjust.slot)
             self.logprobs[start.row] = start.logprobs
             if start.pooling is not None:
                 self.pooling[start.row] = start.pooling
@@ -205,12 +221,16 @@ class RowTables:
         self.mark(row, 0)
         self.logprobs[row] = -1
         self.pooling.pop(row, None)
+        if self.adjusting is not None:
+            self.adjusting.forget(row)
 
     def pack(self, plan: StepPlan, groups: Sequence[int], pack: Pack) -> int:
         """Add the plan's starts and block changes to the upload. ``groups``: the plan's group of each table.
 
         Returns how many pieces ``apply`` has to expect, starts and blocks together.
         """
+        if self.adjusting is not None:
+            self.adjusting.pack(plan, pack)
         if self._memory is not None:
             return self._pack_whole(plan, groups, pack)
         count = 0
@@ -268,6 +288,8 @@ class RowTables:
 
     def apply(self, views: dict[str, torch.Tensor]) -> None:
         """Queue what ``pack`` added."""
+        if self.adjusting is not None:
+            self.adjusting.apply(views)
         if self._memory is not None:
             changes = views.get("changes")
             if changes is not None:
@@ -355,4 +377,12 @@ def flags_of(start: RowStart) -> int:
         | (DRAFTS if start.max_drafts > 0 else 0)
         | (POOLING if start.pooling is not None else 0)
         | (DELTA if start.position_delta else 0)
+        | (0 if start.adjust is None else adjust_flags(start.adjust))
     )
+
+
+def adjust_flags(start: AdjustStart) -> int:
+    """Return which changes of its logits a row asks for."""
+    penalties = (start.repetition, start.presence, start.frequency) != (1.0, 0.0, 0.0)
+    found = (PENALTY if penalties else 0) | (BIAS if start.bias else 0)
+    return found | (HELD if start.held else 0) | (BAD_WORDS if start.bad_words else 0)

@@ -28,7 +28,7 @@ from drivetrain.runner.pooling import Pooler
 from drivetrain.runner.reserve import Reserve
 from drivetrain.runner.results import assemble, failed
 from drivetrain.runner.rows import LOGPROBS, POOLING, RowTables
-from drivetrain.runner.sampler import RowUpdate, Sampler, SampleSet, late_mask
+from drivetrain.runner.sampler import RowUpdate, Sampler, SampleSet, late_pack
 from drivetrain.runner.sizes import RunnerConfig, staging_capacity, table_shape
 from drivetrain.runner.staging import Pack, StagingRing
 from drivetrain.sched.plan import LateInput, StepPlan, StepResult
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from drivetrain.runner.drafter import Drafter
     from drivetrain_api.v1 import Backend, CacheHandle, Prepared
 
-NO_FLAGS = np.zeros(0, np.uint8)
+NO_FLAGS = np.zeros(0, np.uint16)
 logger = logging.getLogger(__name__)
 
 
@@ -195,7 +195,7 @@ class Runner:
             if part.arrays.whole and captured.draws(flight.facts):
                 captured.ready(part)
             elif part.arrays.whole:
-                captured.sample_set(part)
+                captured.sample_set(part, views.get(prefix + "slots"))
             else:
                 part.adopt(prefix, views)
                 part.take(captured.prepared, captured.hidden.index_select(0, part.views["tokens"]))
@@ -249,7 +249,7 @@ class Runner:
 
     def _pack_samples(self, flight: InFlight, pack: Pack) -> None:
         for prefix, part in flight.sets():
-            part.pack(prefix, pack)
+            part.pack(prefix, pack, self.tables)
 
     def capture(self, plan: StepPlan, shape: BatchShape) -> None:
         """Record the bucket of a shape by a dummy plan that fills it."""
@@ -312,14 +312,10 @@ class Runner:
         if (alive & ~named).any():
             missing = part.arrays.index[alive & ~named].tolist()
             raise ValueError(f"plan {flight.plan.plan_id}: late input leaves out batch rows {missing}")
-        pack = Pack()
-        rows = part.arrays.rows.copy()
-        rows[: len(alive)][~(alive & named)] = self.tables.padding_row
-        pack.add("rows", rows)
-        pack.add("mask", late_mask(part, late, self.decoder.spec.vocabulary))
-        uploaded = pack.upload(self.late_ring, self.runtime)
-        part.views["rows"] = uploaded["rows"]
         part.given_up = ~(alive & named)
+        pack = late_pack(part, late, part.given_up, self.tables, self.decoder.spec.vocabulary)
+        uploaded = pack.upload(self.late_ring, self.runtime)
+        part.views |= uploaded
         update, tensors = self._draw(flight, part, uploaded["mask"])
         part.copy = self.runtime.to_host(tensors)
         return update

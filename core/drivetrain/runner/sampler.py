@@ -13,13 +13,26 @@ from drivetrain.params import MAX_LOGPROBS
 from drivetrain.runner.batch import every_row
 from drivetrain.runner.drafter import DraftContext, Drafter
 from drivetrain.runner.drawing import Drawer
-from drivetrain.runner.rows import DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, TOP_K, TOP_P, RowTables
-from drivetrain_api.v1 import KeepSpec, SamplingInputs, VerifySpec
+from drivetrain.runner.rows import (
+    ADJUSTED,
+    BAD_WORDS,
+    BIAS,
+    DRAFTS,
+    HELD,
+    LOGPROBS,
+    MIN_P,
+    NON_GREEDY,
+    PENALTY,
+    TOP_K,
+    TOP_P,
+    RowTables,
+)
+from drivetrain.runner.staging import Pack
+from drivetrain_api.v1 import AdjustInputs, CountSpec, KeepSpec, SamplingInputs, VerifySpec
 
 if TYPE_CHECKING:
     from drivetrain.ops import Ops
     from drivetrain.runner.batch import SampleArrays
-    from drivetrain.runner.staging import Pack
     from drivetrain.sched.plan import LateInput
     from drivetrain_api.v1 import HostCopy, Prepared
 
@@ -52,9 +65,11 @@ class SampleSet:
         """Whether some row of the set has drafts to verify."""
         return self.arrays.spread is not None
 
-    def pack(self, prefix: str, pack: Pack) -> None:
+    def pack(self, prefix: str, pack: Pack, tables: RowTables) -> None:
         """Add the set's index arrays to the step's upload."""
         a = self.arrays
+        if self.facts & ADJUSTED:
+            pack.add(prefix + "slots", tables.slots_of(a.logit_rows))
         if a.whole:
             return
         for name, array in (
@@ -71,9 +86,13 @@ class SampleSet:
     def adopt(self, prefix: str, views: dict[str, torch.Tensor]) -> None:
         """Take the set's own views from the step's upload."""
         if self.arrays.whole:
-            self.views = {"rows": views["rows"], "logit_rows": views["rows"]}
+            self.see(views["rows"], views.get(prefix + "slots"))
             return
         self.views = {name[len(prefix) :]: view for name, view in views.items() if name.startswith(prefix)}
+
+    def see(self, rows: torch.Tensor, slots: torch.Tensor | None) -> None:
+        """Let a set of all rows of a step have these views."""
+        self.views = {"rows": rows, "logit_rows": rows} | ({} if slots is None else {"slots": slots})
 
     def take(self, prepared: Prepared, hidden: torch.Tensor) -> None:
         """Take the hidden states of the set's tokens, [N', hidden], and what was prepared for their rows."""
@@ -103,6 +122,8 @@ class Sampler:
         k = tables.shape.max_drafts
         self._keep: Any = ops.bind(KeepSpec(dtype="int32"))
         self._verify: Any = ops.bind(VerifySpec(dtype="int32", max_drafts=k)) if k else None
+        counting = CountSpec(dtype="int32", vocabulary=drawer.vocabulary)
+        self._count: Any = ops.bind(counting) if tables.adjusting is not None else None
 
     def skips_logits(self, rows: int) -> bool:
         """Return whether so many greedy rows are drawn without their logits."""
@@ -114,8 +135,11 @@ class Sampler:
         Returns the update and the device tensors that the host needs, named by ``part.copied``.
         """
         assert part.hidden is not None and part.positions is not None and part.lengths is not None
-        drawn = self._drawer.run(part.hidden, self._inputs(part, mask), self._alternatives(part))
+        adjust = self._adjust(part)
+        drawn = self._drawer.run(part.hidden, self._inputs(part, mask), self._alternatives(part), adjust)
         draws, finite, outputs = drawn.tokens, drawn.witness, drawn.logprobs
+        if adjust is not None:
+            self._count(draws, adjust.slots, adjust.position, adjust.counts, adjust.recent)
         part.hidden = None
         if part.verify:
             update, packed = self._verified(part, draws, finite)
@@ -123,6 +147,15 @@ class Sampler:
             update, packed = self._plain(part, draws, finite)
         part.copied = ("packed", *outputs)
         return update, [packed, *outputs.values()]
+
+    def _adjust(self, part: SampleSet) -> AdjustInputs | None:
+        """What changes the logits of the set; a row with a slot has one logits row, so that its draw is its token."""
+        slots, tables = part.views.get("slots"), self._tables.adjusting
+        if slots is None or tables is None:
+            return None
+        assert part.positions is not None
+        penalty, bias, held, bad_words = (bool(part.facts & one) for one in (PENALTY, BIAS, HELD, BAD_WORDS))
+        return tables.inputs(slots, part.positions.to(torch.int32), (penalty, bias, held, bad_words))
 
     def _inputs(self, part: SampleSet, mask: torch.Tensor | None) -> SamplingInputs:
         rows = part.views["logit_rows"]
@@ -237,3 +270,14 @@ def late_mask(part: SampleSet, late: LateInput, vocabulary: int) -> np.ndarray:
         raise ValueError(f"late input has masks {late.mask.shape}; {len(place)} rows of {words} words are needed")
     mask[place] = late.mask
     return mask
+
+
+def late_pack(part: SampleSet, late: LateInput, given_up: np.ndarray, tables: RowTables, vocabulary: int) -> Pack:
+    """Return the upload of a late set: its masks, and its rows anew, since some may have ended (``given_up`` [n])."""
+    pack, rows = Pack(), part.arrays.rows.copy()
+    rows[: len(given_up)][given_up] = tables.padding_row
+    pack.add("rows", rows)
+    pack.add("mask", late_mask(part, late, vocabulary))
+    if part.facts & ADJUSTED:
+        pack.add("slots", tables.slots_of(rows))
+    return pack

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.errors import ConfigError, DeviceError
+from drivetrain.runner.adjusting import adjust_bytes
 from drivetrain.runner.rows import START_FIELDS, TableShape, Words
 from drivetrain_api.v1 import bucket, dtype_bytes
 
@@ -23,7 +24,7 @@ class RunnerConfig:
 
     ``group_ids``: the plan's number of each of the decoder's cache groups; None where they are the same.
     ``first`` and ``last``: whether this runner holds the model's first and last layers (stages of a
-    pipeline).
+    pipeline). ``max_adjusted``: rows whose logits are changed, at most.
     """
 
     max_num_seqs: int
@@ -34,6 +35,7 @@ class RunnerConfig:
     group_ids: tuple[int, ...] | None = None
     first: bool = True
     last: bool = True
+    max_adjusted: int = 0
 
 
 def table_shape(backend: Backend, decoder: Decoder, config: RunnerConfig) -> TableShape:
@@ -55,6 +57,8 @@ def table_shape(backend: Backend, decoder: Decoder, config: RunnerConfig) -> Tab
         widths=tuple(widths),
         slot_dtype=dtypes[0],
         chunk=0 if backend.shapes.dynamic else FIXED_CHUNK,
+        adjusted=min(config.max_adjusted, config.max_num_seqs) if config.last else 0,
+        vocabulary=decoder.spec.vocabulary,
     )
 
 
@@ -82,4 +86,5 @@ def table_bytes(shape: TableShape) -> int:
     """Return the device bytes of ``RowTables`` of that shape."""
     index = dtype_bytes(shape.slot_dtype)
     rows = shape.num_rows + 1
-    return 4 * Words.of(shape).size + rows * sum(shape.widths) * index + 4 * (4 * rows + 1) + index * (rows + 1)
+    state = adjust_bytes(shape) + 4 * Words.of(shape).size
+    return state + rows * sum(shape.widths) * index + 4 * (4 * rows + 1) + index * (rows + 1)

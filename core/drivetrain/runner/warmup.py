@@ -16,7 +16,7 @@ from drivetrain.params import MAX_LOGPROBS
 from drivetrain.runner.batch import StepLimits
 from drivetrain.runner.dummies import capture_plan, decode_plan, dummy_plan, few_layers, prefill_plan
 from drivetrain.runner.graphs import CHUNK_TOKENS, EACH_UP_TO
-from drivetrain.runner.rows import DELTA, DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, POOLING, TOP_K, TOP_P
+from drivetrain.runner.rows import ADJUSTED, DELTA, DRAFTS, LOGPROBS, MIN_P, NON_GREEDY, POOLING, TOP_K, TOP_P
 from drivetrain.sched.plan import BlockCopy, EmbedRun, LateInput, PositionRun, RowStart, StateExport, StepPlan
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ def steps_ahead(runner: Runner, limits: StepLimits) -> Iterator[tuple[StepPlan, 
             yield decode_plan(runner, rows, bound), Variant()
     for flags in (0, TOP_K, TOP_P, TOP_K | TOP_P):
         yield decode_plan(runner, 1, 1), Variant(flags=NON_GREEDY | flags)
+    if runner.tables.adjusting is not None:
+        yield decode_plan(runner, 1, 1), Variant(flags=ADJUSTED)
 
 
 def run_largest(runner: Runner, limits: StepLimits) -> None:
@@ -141,12 +143,12 @@ def run_largest(runner: Runner, limits: StepLimits) -> None:
     tokens = min(limits.tokens, prompts * runner.config.max_model_len)
     run_dummy(runner, prefill_plan(runner, prompts, tokens, 1), Variant())
     rows = min(limits.rows, limits.tokens)
-    run_dummy(runner, decode_plan(runner, rows, 1), Variant(flags=EVERY_FILTER))
+    run_dummy(runner, decode_plan(runner, rows, 1), Variant(flags=EVERY_FILTER | adjusts(runner)))
 
 
 def variants(runner: Runner) -> tuple[Variant, ...]:
     """Return what steps of one shape may need beside each other, each op of it in at least one variant."""
-    drafts = DRAFTS if runner.config.max_drafts else 0
+    drafts = (DRAFTS if runner.config.max_drafts else 0) | adjusts(runner)
     found = [
         Variant(),
         Variant(flags=EVERY_FILTER | LOGPROBS | DELTA | drafts),
@@ -158,6 +160,11 @@ def variants(runner: Runner) -> tuple[Variant, ...]:
     if any(rope.sections for rope in getattr(runner.decoder.spec, "ropes", ())):
         found.append(Variant(flags=DELTA, grid=True))
     return tuple(found)
+
+
+def adjusts(runner: Runner) -> int:
+    """Return the facts of rows whose logits are changed, where there can be any."""
+    return ADJUSTED if runner.tables.adjusting is not None else 0
 
 
 def run_dummy(runner: Runner, plan: StepPlan, variant: Variant) -> None:
@@ -238,7 +245,7 @@ def reachable(policy: ShapePolicy, limits: StepLimits, longest: int) -> list[tup
 def changes_plan(runner: Runner) -> StepPlan:
     """Return a step of one token with a start, a block change, in all groups a freed block, a zeroed one and a
     copy, and for recurrent groups an export; all of them of the padding row and the null block."""
-    row = runner.tables.padding_row
+    tables, row = runner.tables, runner.tables.padding_row
     start = RowStart(
         row=row,
         request_id=-1,
@@ -250,6 +257,7 @@ def changes_plan(runner: Runner) -> StepPlan:
         min_p=0.0,
         seed=0,
         sample_index=0,
+        adjust=None if tables.adjusting is None else tables.adjusting.dummy(),
     )
     groups = [place.plan_group for place in runner.passes.places]
     states = [place.plan_group for place in runner.passes.places if place.paged is None]

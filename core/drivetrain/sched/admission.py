@@ -7,6 +7,7 @@ import numpy as np
 from drivetrain.cache.connector import Connector
 from drivetrain.errors import RequestError
 from drivetrain.params import Finished, GenerateRequest, Started
+from drivetrain.sched.adjusting import adjust_start, check_adjusts
 from drivetrain.sched.grammar import GrammarSession
 from drivetrain.sched.plan import RowStart
 from drivetrain.sched.request import Request, State
@@ -54,14 +55,17 @@ def check(state: SchedulerState, asked: GenerateRequest) -> None:
         raise RequestError(f"max_tokens is {asked.max_tokens}; it must be 1 or more", param="max_tokens")
     if asked.positions is not None and not state.config.grid_positions:
         raise RequestError("this model's positions have one row", fix="leave positions out", param="positions")
+    if asked.sampling.adjusts and asked.pooling is None:
+        check_adjusts(asked, state.config.max_adjusted_seqs, state.config.vocabulary)
     for name, value in (("embeds", asked.embeds), ("positions", asked.positions)):
         if value is not None and value.shape[0 if name == "embeds" else 1] != num:
             raise RequestError(f"{name} has shape {list(value.shape)} for {num} prompt tokens", param=name)
 
 
 def eligible(state: SchedulerState, request: Request) -> bool:
-    """Return whether a waiting request may run now: nothing of it in flight, its leader's prompt written."""
-    if request.departed:
+    """Return whether a waiting request may run now: nothing of it in flight, its leader's prompt written, a slot free
+    where it needs one."""
+    if request.departed or not state.table.has_slot(request):
         return False
     number = request.asked.fanout
     if number is None:
@@ -135,8 +139,9 @@ def announce(state: SchedulerState, request: Request, computed: int) -> None:
             late=request.grammar is not None,
             pooling=None if asked.pooling is None else asked.pooling.kind,
             position_delta=delta,
-            max_drafts=state.config.max_drafts if plain else 0,
+            max_drafts=state.config.max_drafts if plain and state.table.slot[request.row] < 0 else 0,
             last_token=int(request.tokens[-1]) if goes_on(state, request, computed) else -1,
+            adjust=adjust_start(state, request),
         )
     )
     request.state = State.RUNNING

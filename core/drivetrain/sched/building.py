@@ -131,7 +131,7 @@ def serve(state: SchedulerState, request: Request, share: Share, left: int, prom
 
 
 def _admit(state: SchedulerState, request: Request, most: int, prompts: Prompts) -> bool:
-    if not state.table.num_free:
+    if not state.table.num_free or not state.table.has_slot(request):
         return False
     hit = request.hint = lookup(state, request)
     passed("looked up")

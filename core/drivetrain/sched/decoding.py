@@ -53,7 +53,8 @@ def decode_part(state: SchedulerState, budget: int) -> Decode:
     if table.num_late:
         ready &= ~table.unsampled[index]
     if drafts:
-        num_new = np.minimum(room - 1, np.where(table.late[index], 1, 1 + drafts)).astype(np.int32)
+        alone = table.late[index] | (table.slot[index] >= 0)
+        num_new = np.minimum(room - 1, np.where(alone, 1, 1 + drafts)).astype(np.int32)
     else:
         num_new = state.ones.ints(len(rows))
     decode = Decode(rows=rows, index=index, num_new=num_new, bounds=reserved + num_new)

@@ -14,6 +14,32 @@ EMPTY = np.zeros(0, np.int32)
 NO_BLOCKS = np.zeros((0, 4), np.int32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdjustStart:
+    """What a request's slot holds when its row starts: see ``AdjustInputs`` of the contract.
+
+    ``tokens`` int32 [known]: prompt and what was generated before; ``prompt``: how many are the prompt's;
+    ``prompt_end``: position of the first generated token; ``first_stop``: the first at which ``held`` may be drawn.
+    """
+
+    slot: int
+    tokens: np.ndarray
+    prompt: int
+    prompt_end: int
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    held: tuple[int, ...] = ()
+    first_stop: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first token that the row will draw."""
+        return self.prompt_end + len(self.tokens) - self.prompt
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStart:
     """A request takes a row. ``computed``: tokens already valid in the cache when it starts.
@@ -40,6 +66,7 @@ class RowStart:
     position_delta: int = 0
     max_drafts: int = 0
     last_token: int = -1
+    adjust: AdjustStart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

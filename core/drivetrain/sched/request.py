@@ -69,7 +69,7 @@ class Request:
 class RequestTable:
     """Counters of running requests, by row; ``requests[row]`` is the request or None."""
 
-    def __init__(self, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, max_adjusted: int = 0) -> None:
         self.max_rows = max_rows
         self.requests: list[Request | None] = [None] * max_rows
         self.request_id = np.zeros(max_rows, np.int64)
@@ -90,12 +90,18 @@ class RequestTable:
         self.tokens = np.zeros((max_rows, max_tokens + 1), np.int32)
         self._flat, self._stride = self.tokens.reshape(-1), max_tokens + 1
         self._free = list(range(max_rows - 1, -1, -1))
+        self.slot = np.full(max_rows, -1, np.int32)  # where what changes the row's logits lies; -1: nothing does
+        self._free_slots = list(range(max_adjusted - 1, -1, -1))
         self._next_epoch = NO_EPOCH + 1
 
     @property
     def num_free(self) -> int:
         """Rows that no request has."""
         return len(self._free)
+
+    def has_slot(self, request: Request) -> bool:
+        """Return whether there is a slot for a request, or it needs none."""
+        return bool(self._free_slots) or not request.asked.sampling.adjusts or request.asked.pooling is not None
 
     def start(self, request: Request, computed: int) -> int:
         """Give a request a row and a new epoch; ``computed`` of its tokens are valid in the cache."""
@@ -114,6 +120,8 @@ class RequestTable:
         self.late[row] = request.grammar is not None
         self.num_late += request.grammar is not None
         self.unsampled[row] = False
+        if request.asked.sampling.adjusts and request.asked.pooling is None:
+            self.slot[row] = self._free_slots.pop()
         self.tokens[row, :known] = request.tokens
         stops = stop_ids(request.asked)
         self.stops[:, row] = -1
@@ -137,6 +145,9 @@ class RequestTable:
         self.num_late -= request.grammar is not None
         self.many_stops.pop(row, None)
         self._free.append(row)
+        if self.slot[row] >= 0:
+            self._free_slots.append(int(self.slot[row]))
+            self.slot[row] = -1
         return request
 
     def at(self, row: int) -> Request:

@@ -59,7 +59,7 @@ class Scheduler:
             raise ValueError(f"chunks of {config.fixed_chunk} do not fit {config.max_num_batched_tokens} tokens a step")
         if config.fixed_chunk % cache.granule:
             raise ValueError(f"chunks of {config.fixed_chunk} are no multiple of {cache.granule}, what blocks cover")
-        table = RequestTable(config.max_num_seqs, config.max_model_len)
+        table = RequestTable(config.max_num_seqs, config.max_model_len, config.max_adjusted_seqs)
         self._state = SchedulerState(config=config, cache=cache, table=table, policy=policy, connector=connector)
 
     def add(self, request: GenerateRequest, grammar: GrammarSession | None = None) -> None:

@@ -26,7 +26,8 @@ class SchedulerConfig:
     ``grid_positions``: the model takes positions of three rows; ``max_num_batched_tokens``: query tokens a step;
     ``max_drafts``: draft tokens a row and step; ``checkpoint_tokens``:
     how often recurrent states are checkpointed; ``fixed_chunk``: with deterministic results, prompts are computed in
-    chunks that end at its multiples, whatever else runs (0: chunks fill the budget).
+    chunks that end at its multiples, whatever else runs (0: chunks fill the budget). ``max_adjusted_seqs``: requests
+    with changed logits that have a row at once; ``vocabulary`` 0: token ids of parameters are not checked.
     """
 
     max_num_seqs: int
@@ -39,6 +40,8 @@ class SchedulerConfig:
     checkpoint_tokens: int = 256
     fixed_chunk: int = 0
     grid_positions: bool = True
+    max_adjusted_seqs: int = 0
+    vocabulary: int = 0
 
 
 @dataclass(slots=True)

@@ -48,8 +48,12 @@ class Delta:
 class TextAssembly:
     """The text of one sequence. ``num_tokens``: tokens of the answer, up to the one that completed a stop string."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: Stops | None, *, logprobs: bool) -> None:
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, stops: Stops | None, *, logprobs: bool, min_tokens: int = 0
+    ) -> None:
+        """``min_tokens``: a stop string may not begin in the text of so many first tokens."""
         self._index = index
+        self._min_tokens = min_tokens
         self._detokenizer = detokenizer
         self._stops = stops
         self._one_by_one = stops is not None or logprobs
@@ -74,7 +78,8 @@ class TextAssembly:
             if place < len(logprobs):
                 self._held.append((self._produced, self._produced + len(piece), logprobs[place]))
             self._produced += len(piece)
-            text += piece if self._stops is None else self._stops.add(piece)
+            stops = self._stops if self.num_tokens > self._min_tokens else None
+            text += piece if stops is None else stops.add(piece)
             if self._stops is not None and self._stops.matched is not None:
                 return self._end(text, "stop")
         return self._delta(text)

@@ -219,6 +219,7 @@ class FrontEnd:
         text = self.check_ready()
         budgets = [check_budget(self.model.max_model_len, len(prompt), job.max_tokens) for prompt in job.prompts]
         sampling = job.sampling
+        bad_words = text.words(sampling.bad_words) if sampling.bad_words else ()
         reply = Reply(len(job.prompts) * sampling.n, sum(map(len, job.prompts)), job.arrival)
         for place, (prompt, budget) in enumerate(zip(job.prompts, budgets, strict=True)):
             entry = Prompt(
@@ -227,6 +228,7 @@ class FrontEnd:
                 arrival=job.arrival,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                bad_words=bad_words,
             )
             for request in self._fan_out.requests(entry, sampling, budget):
                 assembly = TextAssembly(
@@ -234,6 +236,7 @@ class FrontEnd:
                     text.detokenizer(prompt, skip_special=job.skip_special),
                     text.stops(sampling.stop, include=sampling.include_stop_str_in_output) if sampling.stop else None,
                     logprobs=sampling.logprobs is not None,
+                    min_tokens=sampling.min_tokens,
                 )
                 sequence = Sequence(request.request_id, place, reply, assembly)
                 reply.sequences[request.request_id] = self._held[request.request_id] = sequence

@@ -98,6 +98,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=
     embeds: Array | None = None
     positions: Array | None = None
     grammar: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -200,6 +201,7 @@ def submit_of(request: GenerateRequest) -> Submit:
         embeds=array_of(request.embeds),
         positions=array_of(request.positions),
         grammar=request.grammar,
+        bad_words=request.bad_words,
     )
 
 
@@ -222,6 +224,7 @@ def request_of(message: Submit) -> GenerateRequest:
         embeds=message.embeds.numpy() if message.embeds else None,
         positions=message.positions.numpy() if message.positions else None,
         grammar=message.grammar,
+        bad_words=message.bad_words,
     )
 
 

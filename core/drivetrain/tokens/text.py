@@ -45,6 +45,18 @@ class ModelText:
         """
         return np.asarray(self.tokenizer.encode(text, add_special=special, control=True), np.int32)
 
+    def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences by which texts appear in an answer, at its beginning and behind a space, each
+        once. TokenizerError for a text that has no tokens."""
+        found: list[tuple[int, ...]] = []
+        for text in texts:
+            bare = text.lstrip()
+            both = [tuple(map(int, self.encode(one, False))) for one in (bare, " " + bare)]
+            if not all(both):
+                raise TokenizerError(f"the bad word {text!r} has no tokens", fix="give another one")
+            found += both
+        return tuple(dict.fromkeys(found))
+
     def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> np.ndarray:
         """Return a conversation's ids, int32; see ``ChatTemplate.encode``. TokenizerError without a template."""
         if self._template is None:

@@ -10,7 +10,7 @@ from drivetrain_api.v1 import ConfigView, Decline, LinearSpec, PlanSummary, RmsN
 from drivetrain_mirage.plugin import OPTIONS, plugin
 
 HALVES = ("norm", "activation", "rope.apply", "soft", "embedding", "linear", "attention")
-INTEGERS = ("input.prepare", "sample.verify", "sample.keep")
+INTEGERS = ("input.prepare", "sample.verify", "sample.keep", "sample.count")
 
 
 def dtypes(op: str) -> tuple[str, ...]:

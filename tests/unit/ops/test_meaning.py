@@ -9,7 +9,7 @@ from tests.unit.ops.judges import JUDGES, check
 
 RUNTIME = torch_runtime("cpu")
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
-INTEGER_OPS = {"sample.draw/1", "sample.verify/1", "sample.keep/1", "input.prepare/1"}
+INTEGER_OPS = {"sample.draw/1", "sample.verify/1", "sample.keep/1", "sample.count/1", "input.prepare/1"}
 
 
 def place(slot_dtype="int64"):
@@ -70,7 +70,10 @@ def test_results_keep_the_dtype(op):
         first = case.run(reference.make(case.spec))[0]
         if op in INTEGER_OPS:
             assert first.dtype == (torch.int64 if getattr(case.spec, "dtype", "") == "int64" else torch.int32)
-        elif op in {"sample.logprobs/1", "rope.angles/1"} or getattr(case.spec, "activations", "") == "float32":
+        elif (
+            op in {"sample.logprobs/1", "sample.adjust/1", "rope.angles/1"}
+            or getattr(case.spec, "activations", "") == "float32"
+        ):
             assert first.dtype == torch.float32
         else:
             assert first.dtype == torch.bfloat16

@@ -6,6 +6,7 @@ from values (ranges come from existing tensors), read no value back to the host,
 shapes.
 """
 
+from drivetrain.ops.reference.adjust import ADJUST, COUNT
 from drivetrain.ops.reference.attention import ATTENTION
 from drivetrain.ops.reference.dense import EMBEDDING, LINEAR
 from drivetrain.ops.reference.draws import DRAW
@@ -35,6 +36,8 @@ REFERENCE: dict[str, ReferenceOp] = {
         VERIFY,
         KEEP,
         PREPARE,
+        ADJUST,
+        COUNT,
     )
 }
 

@@ -71,6 +71,9 @@ from .provisional import (
     Transfer,
 )
 from .sampling import (
+    AdjustInputs,
+    AdjustSpec,
+    CountSpec,
     DrawSpec,
     KeepSpec,
     LogprobsSpec,
@@ -89,6 +92,8 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "PLUGIN_GROUP",
     "AddRmsNormSpec",
+    "AdjustInputs",
+    "AdjustSpec",
     "AttentionBatch",
     "AttentionSpec",
     "AttentionTraits",
@@ -108,6 +113,7 @@ __all__ = [
     "Compiler",
     "ComposedBackend",
     "ConfigView",
+    "CountSpec",
     "Counters",
     "Decline",
     "DeviceRecord",

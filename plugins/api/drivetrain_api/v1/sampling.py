@@ -116,3 +116,57 @@ class KeepSpec(OpSpec):
     """
 
     op: ClassVar[str] = "sample.keep/1"
+
+
+PROMPT_BIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdjustInputs:
+    """What changes the logits of N rows; tables have S slots, one for each request that asks for any of it. An id of -1
+    is none. Host facts tell which work no row needs."""
+
+    slots: torch.Tensor  # [N] int32 slot of each logits row
+    position: torch.Tensor  # [N] int32, the position of the token drawn (its index in the sequence)
+    repetition: torch.Tensor  # [S] float32; 1 = off
+    presence: torch.Tensor  # [S] float32; 0 = off
+    frequency: torch.Tensor  # [S] float32; 0 = off
+    first_stop: torch.Tensor  # [S] int32, the first position at which tokens of ``held_ids`` may be drawn
+    counts: torch.Tensor  # [S, vocabulary] int32: how often the row drew the token, + 2^30 where the prompt has it
+    recent: torch.Tensor  # [S, W] int32: the token that the row drew at position p lies at p mod W; -1: none
+    bias_ids: torch.Tensor  # [S, E] int32, no id twice in a slot
+    bias_values: torch.Tensor  # [S, E] float32
+    held_ids: torch.Tensor  # [S, H] int32
+    bad_words: (
+        torch.Tensor
+    )  # [S, B, L] int32, L <= W + 1: the last id can't follow those before it; -1 there: any token
+    any_penalty: bool
+    any_bias: bool
+    any_held: bool
+    any_bad_words: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdjustSpec(OpSpec):
+    """``fn(logits [N, vocabulary], inputs: AdjustInputs) -> [N, vocabulary] float32``, a new tensor.
+
+    With x = logits in float32 and s = slots[n], in this order: x[bias_ids[s]] += bias_values[s]. Where the prompt or
+    the row's draws have the token: x / repetition[s] where x > 0, else x * repetition[s] (Keskar et al. 2019). Then
+    x -= frequency[s] * draws of the token, x -= presence[s] where there is one. Last, -inf: tokens of held_ids[s]
+    while position < first_stop[s], and the last id of each of bad_words[s] whose ids before it equal the last draws.
+    """
+
+    op: ClassVar[str] = "sample.adjust/1"
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountSpec(OpSpec):
+    """``fn(tokens [N], slots [N], position [N], counts [S, vocabulary], recent [S, W]) -> None``; all int32.
+
+    counts[slots[n], tokens[n]] += 1 and recent[slots[n], position[n] mod W] = tokens[n]. Of slots that several rows
+    name, nobody reads what comes out.
+    """
+
+    op: ClassVar[str] = "sample.count/1"
+    vocabulary: int
