@@ -20,6 +20,7 @@ from drivetrain.server.failures import ClientGoneError, Failure, HttpError, fail
 from drivetrain.server.frontend import FrontEnd
 from drivetrain.server.metrics import CONTENT_TYPE
 from drivetrain.server.text import TextPool
+from drivetrain.server.tokenizing import Tokenizing
 
 log = logging.getLogger("drivetrain.server")
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -46,6 +47,7 @@ class App:
         self._created = int(time.time())
         self._admission = Admission(door.max_queued_requests)
         completions = Completions(front, pool, door.model, door.ping_seconds)
+        tokenizing = Tokenizing(front, pool, door.model)
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
@@ -54,6 +56,8 @@ class App:
             MODELS: {"GET": self._models},
             "/v1/completions": {"POST": self._admitted(completions.complete)},
             "/v1/chat/completions": {"POST": self._admitted(completions.chat)},
+            "/tokenize": {"POST": self._admitted(tokenizing.tokenize)},
+            "/detokenize": {"POST": self._admitted(tokenizing.detokenize)},
         }
 
     @property

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from drivetrain.errors import RequestError
 from drivetrain.params import SamplingParams
 from drivetrain.server.admission import UnavailableError
 from drivetrain.server.assembly import Delta
+from drivetrain.server.bodies import read_body, require_template, token_ids
 from drivetrain.server.exchange import Exchange
-from drivetrain.server.failures import Failure, HttpError, failure_of, invalid
+from drivetrain.server.failures import Failure, HttpError, failure_of
 from drivetrain.server.frontend import FrontEnd, Job, Reply
-from drivetrain.server.openai import ChatRequest, CompletionRequest, Request, Sampling, decode
+from drivetrain.server.openai import ChatRequest, CompletionRequest, Sampling
 from drivetrain.server.replies import ChatForm, Choice, CompletionForm, Form, Wanted
 from drivetrain.server.text import Text, TextPool
-
-MOST_WARNED = 10
 
 
 class Completions:
@@ -29,24 +27,18 @@ class Completions:
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
-        request: ChatRequest = self._decode(exchange, await exchange.json_body(), ChatRequest)
+        request = await read_body(exchange, ChatRequest, self._model)
         sampling, messages, options = request.checked(), request.conversation(), request.template_options()
         tokens = request.tokens()
         text = self._front.check_ready()
-        if not text.has_template:
-            raise invalid(
-                f"model {self._model} has no chat template; start the server with --chat-template FILE, "
-                "or use /v1/completions",
-                "messages",
-                "no_chat_template",
-            )
+        require_template(text, self._model)
         prompt = await self._pool.run(text.chat, messages, options)
         form = ChatForm(self._model, text.token_bytes, wanted(request, sampling))
         await self._answer(exchange, request, self._job(exchange, request, (prompt,), sampling, tokens), form)
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        request: CompletionRequest = self._decode(exchange, await exchange.json_body(), CompletionRequest)
+        request = await read_body(exchange, CompletionRequest, self._model)
         sampling, asked, tokens = request.checked(), request.prompts(), request.tokens()
         text = self._front.check_ready()
         prompts = [await self._prompt(text, request, one) for one in asked]
@@ -60,31 +52,10 @@ class Completions:
         else:
             await self._answer(exchange, request, job, form)
 
-    def _decode(self, exchange: Exchange, body: bytes, kind: type[Request]) -> Request:
-        request, unknown = decode(body, kind)
-        if request.model is not None and request.model != self._model:
-            raise HttpError(
-                Failure(
-                    status=404,
-                    message=f"the model {request.model!r} does not exist; this server has {self._model!r}",
-                    param="model",
-                    code="model_not_found",
-                )
-            )
-        if unknown:
-            names = [one.encode("ascii", "replace").decode()[:64] for one in unknown[:MOST_WARNED]]
-            safe = ", ".join("".join(c if c.isalnum() or c in "_-." else "?" for c in one) for one in names)
-            exchange.answer_headers["Warning"] = f'299 drivetrain "unknown fields ignored: {safe}"'
-        return request
-
     async def _prompt(self, text: Text, request: CompletionRequest, prompt: str | list[int]) -> np.ndarray:
         if isinstance(prompt, str):
             return await self._pool.run(text.encode, prompt, request.add_special_tokens is not False)
-        vocabulary = self._front.model.vocabulary
-        for token in prompt:
-            if not 0 <= token < vocabulary:
-                raise RequestError(f"prompt holds {token}, which is no token id of this model", param="prompt")
-        return np.asarray(prompt, np.int32)
+        return token_ids(prompt, self._front.model.vocabulary, "prompt")
 
     def _job(
         self,

@@ -7,6 +7,7 @@ nobody knows is ignored, and named in the answer's ``Warning`` header.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -78,10 +79,15 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both kinds of request have. None always means the default."""
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What every body may have. None always means the default."""
 
     model: str | None = None
+
+
+class Sampling(Body, frozen=True, kw_only=True):
+    """The fields that both kinds of completion have."""
+
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -200,9 +206,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages as a template takes them: plain text, known roles."""
-        if not 0 < len(self.messages) <= MAX_MESSAGES:
-            raise invalid(f"messages must hold between 1 and {MAX_MESSAGES} messages", "messages")
-        return [_message(one, f"messages[{place}]") for place, one in enumerate(self.messages)]
+        return conversation_of(self.messages)
 
     def template_options(self) -> dict[str, Any]:
         """Return what the template is told beside the messages."""
@@ -213,7 +217,14 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         return options
 
 
-Request = TypeVar("Request", bound=Sampling)
+def conversation_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as a template takes them: plain text, known roles. HttpError naming the message."""
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise invalid(f"messages must hold between 1 and {MAX_MESSAGES} messages", "messages")
+    return [_message(one, f"messages[{place}]") for place, one in enumerate(messages)]
+
+
+Request = TypeVar("Request", bound=Body)
 
 
 def decode(body: bytes, kind: type[Request]) -> tuple[Request, tuple[str, ...]]:

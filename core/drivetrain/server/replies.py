@@ -235,9 +235,12 @@ class CompletionForm:
         }
 
     def _word(self, token: int) -> str:
-        """Return a token's text; tokens that are no whole characters are told apart by their bytes."""
-        raw = self._token_bytes(token)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{one:02x}" for one in raw)
+        return word_of(self._token_bytes(token))
+
+
+def word_of(raw: bytes) -> str:
+    """Return a token's text; tokens that are no whole characters are told apart by their bytes."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{one:02x}" for one in raw)
