@@ -19,6 +19,11 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{end}"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{end}"
+    r"|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # The published splitting rule of each pre-tokenizer kind; None: the byte-level pre-tokenizer's own.
 SPLITS = {
     "default": None,
@@ -27,8 +32,15 @@ SPLITS = {
     "llama3": WORDS % "{1,3}",
     "llama-v3": WORDS % "{1,3}",
     "llama-bpe": WORDS % "{1,3}",
+    "dbrx": WORDS % "{1,3}",
     "qwen2": WORDS % "",
+    "phi-2": None,
+    "starcoder": None,
+    "refact": None,
+    "gpt-4o": CASED.replace("{end}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("{digits}", "{1,3}"),
+    "tekken": CASED.replace("{end}", "").replace("{digits}", ""),
 }
+DIGITS = ("starcoder", "refact")  # kinds that first take every digit by itself
 COMPOSED = ("qwen2",)  # kinds whose published tokenizer composes characters first (NFC)
 ROLES = {
     "bos_token": "bos_token_id",
@@ -185,10 +197,9 @@ def _byte_level(meta: Mapping[str, Any], tokens: list[str], name: str) -> tokeni
     if kind in COMPOSED:
         made.normalizer = normalizers.NFC()
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    made.pre_tokenizer = (
-        by_bytes
-        if split is None
-        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), by_bytes])
-    )
+    steps = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    if kind in DIGITS:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    made.pre_tokenizer = pre_tokenizers.Sequence([*steps, by_bytes]) if steps else by_bytes
     made.decoder = decoders.ByteLevel()
     return made

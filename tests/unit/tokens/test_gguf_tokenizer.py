@@ -11,6 +11,7 @@ import tokenizers
 from drivetrain.errors import TokenizerError
 from drivetrain.models.source import resolve
 from drivetrain.tokens import Tokenizer, load_tokenizer
+from drivetrain.tokens.gguf_tokenizer import gguf_parts
 from tests.checkpoints import tiny_tokenizer
 from tests.data.make_gemma_tokens import WRITTEN, strings
 from tests.unit.weights.ggufs import pieces, tiny_gguf
@@ -85,6 +86,29 @@ def test_byte_level(tmp_path: Path, pre: str, bos: bool):
         assert ours.encode(text, control=True) == theirs(text).input_ids, text
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode("")[:1] == ([1] if bos else [])
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("starcoder", "x 123 it's", ["x", " ", "1", "2", "3", " it", "'s"]),
+        ("refact", "a42\n\nb", ["a", "4", "2", "\n", "\n", "b"]),
+        ("dbrx", "x 12345 It's", ["x", " ", "123", "45", " It", "'s"]),
+        ("phi-2", "x 12345 it's", ["x", " 12345", " it", "'s"]),
+        ("gpt-4o", "camelCase IT'S 12345 a/\n", ["camel", "Case", " IT'S", " ", "123", "45", " a", "/\n"]),
+        ("tekken", "camelCase it's 123", ["camel", "Case", " it", "'s", " ", "1", "2", "3"]),
+    ],
+)
+def test_text_is_split_by_the_kinds_published_rule(tmp_path: Path, pre: str, text: str, pieces: list[str]):
+    """Written by hand from the rules."""
+    tokens = byte_level(tmp_path / "json", pre)
+    tiny_gguf("llama", tmp_path / "m.gguf", tokens=tokens, vocab_size=len(tokens["tokens"]), num_hidden_layers=1)
+    made = load_tokenizer(resolve(str(tmp_path / "m.gguf")))
+    source = resolve(str(tmp_path / "m.gguf"))
+    source.header.reopen()
+    split = gguf_parts(source.header).backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[first:end] for _, (first, end) in split] == pieces
+    assert made.decode(made.encode(text)) == text
 
 
 def test_chat_template_and_end_tokens(tmp_path: Path):

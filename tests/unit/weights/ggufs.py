@@ -30,9 +30,21 @@ GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OWN = {
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "olmo2": {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+}
+PAIRED = ("granite", "llama", "mistral")
+OFFSET = ("gemma2", "gemma3")
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 FLOATS = ("F32", "F16", "BF16")
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3"}
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "granite", *OWN)} | {"mistral": "llama"}
 
 
 def stored_name(name: str, family: str) -> str:
@@ -41,15 +53,15 @@ def stored_name(name: str, family: str) -> str:
     if stem in TOP:
         return f"{TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    table = {**LAYER, **GEMMA} if family == "gemma3" else LAYER
+    table = {**LAYER, **OWN.get(family, {})}
     return f"blk.{layer}.{table[part]}.{kind}"
 
 
 def stored_value(name: str, value: np.ndarray, family: str, config: Any) -> np.ndarray:
     """As converters store it: Gemma's norms with the 1 added, Llama's q and k rows in pairs."""
-    if family == "gemma3" and name.endswith("norm.weight"):
+    if family in OFFSET and name.endswith("norm.weight"):
         return value + 1
-    if family == "llama" and (".q_proj." in name or ".k_proj." in name):
+    if family in PAIRED and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     return value
@@ -74,7 +86,7 @@ def tiny_gguf(
     kind, fields = FAMILIES[family]
     config = AutoConfig.for_model(kind, **{**fields, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    randomize(model, 0, norms_around=0.0 if family == "gemma3" else 1.0)
+    randomize(model, 0, norms_around=0.0 if family in OFFSET else 1.0)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[family])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -82,14 +94,7 @@ def tiny_gguf(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
-    if family == "gemma3":
-        writer.add_sliding_window(config.sliding_window)
+    _describe(writer, family, config)
     add_tokens(writer, tokens or plain_tokens(config.vocab_size))
     for key, value in (metadata or {}).items():
         add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool, str: writer.add_string}
@@ -113,9 +118,49 @@ def tiny_gguf(
     return truth
 
 
+def _describe(writer: gguf.GGUFWriter, family: str, config: Any) -> None:
+    """The metadata of attention, norms and ropes, as converters write it for each family."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    rope = rope.get("full_attention") or rope
+    if family not in ("granite", "olmo2", "phi3", "qwen2", "starcoder2"):
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+    if family != "olmo2":
+        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if family == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family in (*OFFSET, "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("yarn", "longrope") or family == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(
+            rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        )
+    if rope["rope_type"] == "longrope":
+        trained = rope["original_max_position_embeddings"]
+        times = config.max_position_embeddings / trained
+        writer.add_rope_scaling_attn_factors((1 + np.log(times) / np.log(trained)) ** 0.5 if times > 1 else 1.0)
+        for end in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{end}.weight", np.array(rope[f"{end}_factor"], np.float32))
+
+
 def unstored(name: str, value: np.ndarray, family: str, config: Any) -> np.ndarray:
     """The inverse of ``stored_value`` for matrices."""
-    if family == "llama" and (".q_proj." in name or ".k_proj." in name):
+    if family in PAIRED and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return np.ascontiguousarray(value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape))
     return value

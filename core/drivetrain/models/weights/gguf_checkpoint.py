@@ -38,7 +38,20 @@ GEMMA_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-IGNORED = ("rope_freqs.weight",)
+OLMO_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Architecture -> its own names inside a layer, beside and before those of ``IN_LAYER``.
+OWN = {
+    "gemma2": GEMMA_NORMS,
+    "gemma3": GEMMA_NORMS,
+    "olmo2": OLMO_NORMS,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+PAIRED = ("granite", "llama")  # architectures whose q and k rows the format keeps in pairs
+IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 class GgufCheckpoint:
@@ -46,8 +59,8 @@ class GgufCheckpoint:
 
     The dense copy of a quantized tensor is bfloat16, whatever dtype is asked for, so that a model has the same
     weights in float32 and in bfloat16 (docs/decisions/0006); tensors stored as floats are taken as they are. Gemma's
-    norm weights lose the 1 that the format adds; Llama's q and k rows go back from the format's interleaved order to
-    Hugging Face's halves.
+    norm weights lose the 1 that the format adds; q and k rows of ``PAIRED`` go back from the format's interleaved order
+    to Hugging Face's halves.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -77,7 +90,7 @@ class GgufCheckpoint:
         out = out.reshape(tensor.shape)
         if self._gemma and name.endswith("norm.weight"):
             out = (self._exact(tensor) - 1.0).to(dtype)
-        if self._architecture == "llama" and re.search(r"self_attn\.[qk]_proj\.", name):
+        if self._architecture in PAIRED and re.search(r"self_attn\.[qk]_proj\.", name):
             out = self._halves(out, name)
         return out
 
@@ -97,8 +110,9 @@ class GgufCheckpoint:
         return torch.from_numpy(_dequantize(self._file.bytes_of(tensor), tensor)).reshape(tensor.shape)
 
     def _halves(self, weight: torch.Tensor, name: str) -> torch.Tensor:
-        key = "llama.attention.head_count" if "q_proj" in name else "llama.attention.head_count_kv"
-        heads = int(self._file.metadata.get(key, self._file.metadata["llama.attention.head_count"]))
+        key = f"{self._architecture}.attention.head_count"
+        own = key if "q_proj" in name else f"{key}_kv"
+        heads = int(self._file.metadata.get(own, self._file.metadata[key]))
         if heads < 1 or weight.shape[0] % (2 * heads):
             raise WeightsError(f"tensor {name} has {weight.shape[0]} rows for {heads} heads")
         shaped = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
@@ -107,7 +121,7 @@ class GgufCheckpoint:
     def _hugging_face(self, name: str) -> str:
         if match := LAYER.fullmatch(name):
             layer, part, kind = match.groups()
-            table = {**IN_LAYER, **GEMMA_NORMS} if self._gemma else IN_LAYER
+            table = {**IN_LAYER, **OWN.get(self._architecture, {})}
             if part in table:
                 return f"model.layers.{layer}.{table[part]}.{kind}"
         stem, _, kind = name.rpartition(".")

@@ -8,14 +8,26 @@ from typing import Any
 import numpy as np
 
 from drivetrain.errors import ModelError
+from drivetrain.models.weights.gguf_details import DETAILS, EPSILONS
 from drivetrain.models.weights.gguf_file import GgufFile
 
 FREQUENCIES = "rope_freqs.weight"
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 CONTEXT = "original_max_position_embeddings"
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, CONTEXT: 8192}
 LLAMA3_FACTORS = (8.0, 32.0)
-GEMMA_27B_LAYERS = 62  # the one size whose query scale is hidden / heads; the format leaves that implied
-ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+EPSILON = "attention.layer_norm_rms_epsilon"
+ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+}
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -52,12 +64,12 @@ def _config_of(file: GgufFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": int(meta.get(f"{arch}.attention.head_count_kv", heads)),
         "head_dim": int(meta.get(f"{arch}.attention.key_length", hidden // heads)),
-        "rms_norm_eps": float(np.float32(need("attention.layer_norm_rms_epsilon")).astype(str)),
+        "rms_norm_eps": float(np.float32(need(EPSILONS.get(arch, EPSILON))).astype(str)),
         "max_position_embeddings": int(need("context_length")),
         "rope_theta": float(meta.get(f"{arch}.rope.freq_base", 10000.0)),
         "vocab_size": len(meta.get("tokenizer.ggml.tokens", ())) or int(need("vocab_size")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "torch_dtype": "bfloat16" if arch == "gemma3" else "float16",
+        "torch_dtype": "bfloat16" if arch.startswith("gemma") else "float16",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
@@ -65,20 +77,66 @@ def _config_of(file: GgufFile) -> dict[str, Any]:
         if f"tokenizer.ggml.{key}_token_id" in meta:
             config[name] = int(meta[f"tokenizer.ggml.{key}_token_id"])
     _rope_scaling(config, meta, arch, file)
-    if arch == "gemma3":
-        _gemma(config, meta)
+    rotated = int(meta.get(f"{arch}.rope.dimension_count", config["head_dim"]))
+    if rotated != config["head_dim"]:
+        config["partial_rotary_factor"] = (rotated + 0.25) / config["head_dim"]  # whole elements, whatever is rounded
+    if arch in DETAILS:
+        DETAILS[arch](config, meta, file)
     return config
 
 
 def _rope_scaling(config: dict[str, Any], meta: Mapping[str, Any], arch: str, file: GgufFile) -> None:
-    kind = meta.get(f"{arch}.rope.scaling.type")
-    if kind in (None, "none"):
+    begin = f"{arch}.rope.scaling."
+    kind = meta.get(f"{begin}type")
+    if LONG in file.tensors or kind == "longrope":
+        config["rope_scaling"] = _long_factors(meta, begin, file)
+    elif kind in (None, "none"):
         if FREQUENCIES in file.tensors:
             config["rope_scaling"] = _frequency_rule(config, file)
-        return
-    if kind != "linear":
-        raise ModelError(f"{file.path.name} has rope scaling {kind!r}", fix="linear is supported from GGUF")
-    config["rope_scaling"] = {"rope_type": "linear", "factor": float(meta[f"{arch}.rope.scaling.factor"])}
+    elif kind == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": _factor(meta, begin, file)}
+    elif kind == "yarn":
+        config["rope_scaling"] = _yarn(meta, begin, file)
+    else:
+        raise ModelError(f"{file.path.name} has rope scaling {kind!r}", fix="linear, yarn and longrope are supported")
+
+
+def _factor(meta: Mapping[str, Any], begin: str, file: GgufFile) -> float:
+    if f"{begin}factor" not in meta:
+        raise ModelError(f"{file.path.name} lacks the metadata {begin}factor", fix="convert the model again")
+    return float(meta[f"{begin}factor"])
+
+
+def _yarn(meta: Mapping[str, Any], begin: str, file: GgufFile) -> dict[str, Any]:
+    for key, plain in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_log_multiplier", 0.1)):
+        if float(meta.get(begin + key, plain)) != plain:
+            raise ModelError(
+                f"{file.path.name} has {begin}{key} {meta[begin + key]}", fix="use the safetensors checkpoint"
+            )
+    rule: dict[str, Any] = {"rope_type": "yarn", "factor": _factor(meta, begin, file)}
+    if f"{begin}original_context_length" in meta:
+        rule[CONTEXT] = int(meta[f"{begin}original_context_length"])
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if begin + key in meta:
+            rule[name] = float(meta[begin + key])
+    return rule
+
+
+def _long_factors(meta: Mapping[str, Any], begin: str, file: GgufFile) -> dict[str, Any]:
+    """A longrope: the format keeps what each frequency is divided by in two tensors."""
+    if LONG not in file.tensors or SHORT not in file.tensors:
+        raise ModelError(f"{file.path.name} lacks {SHORT} or {LONG}", fix="convert the model again")
+    rule: dict[str, Any] = {"rope_type": "longrope"}
+    for key, name in (("short_factor", SHORT), ("long_factor", LONG)):
+        tensor = file.tensors[name]
+        if tensor.kind != 0 or len(tensor.shape) != 1:
+            raise ModelError(f"{file.path.name}: {name} is no list of float32", fix="convert the model again")
+        rule[key] = [float(value) for value in file.bytes_of(tensor).view("<f4").reshape(-1)]
+    if f"{begin}original_context_length" in meta:
+        rule[CONTEXT] = int(meta[f"{begin}original_context_length"])
+    if f"{begin}attn_factor" in meta:
+        rule["attention_factor"] = float(meta[f"{begin}attn_factor"])
+    return rule
 
 
 def _frequency_rule(config: Mapping[str, Any], file: GgufFile) -> dict[str, Any]:
@@ -104,19 +162,3 @@ def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     turns = context * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)  # over the original context
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))
-
-
-def _gemma(config: dict[str, Any], meta: Mapping[str, Any]) -> None:
-    """Fill what the format leaves implied: five sliding layers to one full, a local theta of 10,000."""
-    layers = range(config["num_hidden_layers"])
-    config["sliding_window"] = int(meta.get("gemma3.attention.sliding_window", 0)) or None
-    config["layer_types"] = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in layers]
-    config["rope_local_base_freq"] = 10000.0
-    config["hidden_activation"] = "gelu_pytorch_tanh"
-    large = config["num_hidden_layers"] == GEMMA_27B_LAYERS
-    config["query_pre_attn_scalar"] = (
-        config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
-    )
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if f"gemma3.{name}" in meta:
-            config[name] = float(meta[f"gemma3.{name}"])
