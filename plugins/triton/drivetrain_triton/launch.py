@@ -159,6 +159,19 @@ class Zeros(TorchFunctionMode):
         return made.zero_() if func in UNFILLED else made
 
 
+class Late(Future[Any]):
+    """A result that is made when it is asked for, where ``late`` says how."""
+
+    late: Callable[[], None] | None = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the result, made first if need be."""
+        make, self.late = self.late, None
+        if make is not None:
+            make()
+        return super().result(timeout)
+
+
 @dataclass(slots=True, eq=False)
 class Wanted:
     """One kernel that is to be there. ``result``: the compiled kernel, loaded; ``stored``: it lies on disk already."""
@@ -166,7 +179,7 @@ class Wanted:
     name: str
     compile_one: Callable[[], Any]
     stored: bool
-    result: Future[Any] = field(default_factory=Future)
+    result: Late = field(default_factory=Late)
 
     def compile(self) -> None:
         """Leave the kernel, and the code that launches it, in Triton's cache. No device is touched."""
@@ -243,6 +256,12 @@ class Pool:
                 self.executor.submit(one.take)
         return list(self.failures())
 
+    def leave(self) -> None:
+        """Compile nothing now: whoever launches such a kernel after all compiles it then."""
+        for one, _ in self.wanted.values():
+            if not one.result.done():
+                one.result.late = one.take
+
     def failures(self) -> Iterator[tuple[str, Exception]]:
         """Wait for all; the names of kernels that failed, and why."""
         for one, future in self.wanted.values():
@@ -286,9 +305,13 @@ def compiling(threads: int = 0, *, processes: bool = True) -> Iterator[CompileRe
         try:
             with Zeros():
                 yield report
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            pool.leave()
+            raise
         finally:
             COLLECTING.reset(token)
-            failed = pool.finish(report)
+        failed = pool.finish(report)
     for name, error in failed:
         raise RuntimeError(f"kernel {name}: {type(error).__name__}: {error}") from error
 

@@ -187,6 +187,19 @@ def test_many_are_compiled_by_processes_and_found_again(device, monkeypatch):
     assert (report.built, report.found) == (1, 6) and given == [6]
 
 
+def test_a_fault_inside_is_told_at_once_and_compiles_nothing(device, monkeypatch):
+    made, _ = both()
+    x, compiled = torch.zeros(64), []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **_: compiled.append(1))
+    with pytest.raises(LookupError, match="no memory"), compiling(2) as report:
+        for block in (16, 32, 64):
+            made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=block)
+        raise LookupError("no memory")
+    assert not compiled and (report.built, report.found) == (0, 0)
+    made[(1,)](x, x, 3, 4, 64, 1, SCALE=2, BLOCK=16)
+    assert len(compiled) == len(device.taken()) == 1, "launches are launches again"
+
+
 def test_a_compiler_of_threads_alone_forks_nothing(device, monkeypatch):
     made, _ = both()
     x = torch.zeros(64)
