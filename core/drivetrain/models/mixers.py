@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from drivetrain.models.norms import bind_head_norm, bind_norm, norm_spec
+from drivetrain.models.norms import Norm, bind_head_norm, bind_norm, norm_spec
 from drivetrain.models.parameters import PartContext
 from drivetrain.models.registry import Registry
 from drivetrain.models.spec import AttentionMixer
@@ -50,11 +50,7 @@ class Attention:
         self._qkv, _ = context.first_projection(("q", "k", "v"), "qkv")
         heads = {"q_norm.weight": spec.num_heads, "k_norm.weight": spec.num_kv_heads}
         self._head_norm = bind_head_norm(spec.head_norm, heads, spec.head_dim, context)
-        self._whole_norms = tuple(
-            (bind_norm(spec.whole_norm, count * spec.head_dim, context, name), count * spec.head_dim)
-            for name, count in (("q_norm.", spec.num_heads), ("k_norm.", spec.num_kv_heads))
-            if spec.whole_norm is not None
-        )
+        self._whole_norms = self._bind_whole_norms(context)
         self._sinks = context.weight("sinks") if spec.sinks else None
         self._out, _ = context.projection(("out",), "attention_out")
         self._rope = -1 if spec.rope is None else spec.rope
@@ -64,6 +60,14 @@ class Attention:
         alone = spec.rope is not None and self._whole is None
         self._rotate = ops.bind(self._rope_spec(context, self._rope)) if alone else None
         self._layer, self._group = 0, 0
+
+    def _bind_whole_norms(self, context: PartContext) -> tuple[tuple[Norm, int], ...]:
+        """The norms of all heads at once, of q and of k, each with its width."""
+        spec = self._spec
+        counts = (("q_norm.", spec.num_heads), ("k_norm.", spec.num_kv_heads))
+        widths = ((name, count * spec.head_dim) for name, count in counts)
+        bound = ((bind_norm(spec.whole_norm, width, context, name), width) for name, width in widths)
+        return tuple((norm, width) for norm, width in bound if norm is not None)
 
     def _run(self, context: PartContext, rope: int) -> tuple[OpSpec, ...]:
         """The ops between the layer's two products, which a backend may do as one."""

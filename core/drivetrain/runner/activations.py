@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from drivetrain.ops import Ops
     from drivetrain.runner.sizes import RunnerConfig
 
-LAYER_OPS = ("norm.add_rms/1", "norm.rms/1", "norm.add_layer/1", "norm.layer/1", "activation.gated/1")
-LAYER_OPS += ("activation.plain/1", "rope.apply/1", "linear/1", "attention.paged/1")
+NORM_OPS = ("norm.add_rms/1", "norm.rms/1", "norm.add_layer/1", "norm.layer/1")
+LAYER_OPS = (*NORM_OPS, "activation.gated/1", "activation.plain/1", "rope.apply/1", "linear/1", "attention.paged/1")
 REFERENCE_CHUNK = 256 << 20
 REFERENCE_COPIES = 3
 

@@ -197,7 +197,7 @@ def _byte_level(meta: Mapping[str, Any], tokens: list[str], name: str) -> tokeni
     if kind in COMPOSED:
         made.normalizer = normalizers.NFC()
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    steps = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    steps: list[pre_tokenizers.PreTokenizer] = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
     if kind in DIGITS:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     made.pre_tokenizer = pre_tokenizers.Sequence([*steps, by_bytes]) if steps else by_bytes
