@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import RLock
@@ -99,6 +99,10 @@ class Running:
         )
 
 
+def okay(request: GenerateRequest) -> None:
+    """Nothing to check."""
+
+
 class Completer:
     """Runs calls over a loop. ``longest``: prompt plus output, in tokens.
 
@@ -106,7 +110,17 @@ class Completer:
     the loop hands every call's outputs to it; a lock lets one at a time do so.
     """
 
-    def __init__(self, loop: StepLoop, text: Text, *, longest: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        loop: StepLoop,
+        text: Text,
+        *,
+        longest: int,
+        seed: int = 0,
+        check: Callable[[GenerateRequest], None] = okay,
+    ) -> None:
+        """``check``: raises RequestError for a request that the loop would refuse later."""
+        self._check = check
         self._loop = loop
         self._text = text
         self._longest = longest
@@ -184,6 +198,7 @@ class Completer:
             for place, (ids, one, budget) in enumerate(zip(prompts, params, budgets, strict=True)):
                 entry = replace(self._prompt(ids), bad_words=self._text.words(one.bad_words) if one.bad_words else ())
                 for request in self._fan_out.requests(entry, one, budget):
+                    self._check(request)
                     submit(request, Running(place, request.sample_index, self._assembly(request, one)))
             yield submit.mine
 

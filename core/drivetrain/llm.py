@@ -16,7 +16,8 @@ import numpy as np
 from drivetrain.completing import Completer, Completion, RequestOutput
 from drivetrain.config import EngineConfig
 from drivetrain.errors import ConfigError, RequestError, TokenizerError
-from drivetrain.params import PoolingParams, SamplingParams
+from drivetrain.params import GenerateRequest, PoolingParams, SamplingParams
+from drivetrain.sched.adjusting import check_adjusts
 from drivetrain.select.choose import Choice
 from drivetrain.server.assembly import Delta
 from drivetrain.server.text import Text
@@ -65,7 +66,9 @@ class LLM:
         self.max_model_len: int = opened[1].max_model_len
         self.vocabulary: int = opened[1].vocabulary
         self.dtype: str = opened[1].dtype
-        self._completer = Completer(self._loop, self._text, longest=self.max_model_len, seed=config.seed)
+        self._completer = Completer(
+            self._loop, self._text, longest=self.max_model_len, seed=config.seed, check=self._check
+        )
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, loop: Place = "process") -> Self:
@@ -133,6 +136,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.sampling.adjusts:
+            check_adjusts(request, self.config.max_adjusted_seqs, self.vocabulary)
 
     def _encode(self, prompts: Prompts) -> list[np.ndarray]:
         if isinstance(prompts, str):

@@ -16,6 +16,7 @@ MAX_N = 64
 MAX_BIASES = 512
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 16
+MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_HELD = 128  # end tokens that a minimum length holds back
 
 
@@ -81,6 +82,7 @@ class SamplingParams:
             ("min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, "at most max_tokens"),
             ("bad_words", all(word.strip() for word in self.bad_words), "non-empty strings"),
             ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} strings"),
+            ("bad_words", max(map(len, self.bad_words), default=0) <= MAX_BAD_WORD_LENGTH, "of at most 256 characters"),
         )
         for name, ok, allowed in checks:
             if not ok:

@@ -11,6 +11,17 @@ from drivetrain.params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 LARGEST = 2**31 - 1
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """Parse TOKEN=BIAS."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 50256=-100") from None
+
+
 SAMPLING_FLAGS: tuple[Flag, ...] = (
     (
         "max-tokens",
@@ -22,6 +33,18 @@ SAMPLING_FLAGS: tuple[Flag, ...] = (
     ("min-p", {"type": float, "metavar": "P", "help": "tokens of at least P times the likeliest one's probability"}),
     ("sampling-seed", {"type": int, "metavar": "N", "help": "make the answer repeatable"}),
     ("stop", {"action": "append", "metavar": "TEXT", "help": "end before this text; repeatable"}),
+    (
+        "repetition-penalty",
+        {"type": float, "metavar": "R", "help": "divide what prompt and answer have (default 1)"},
+    ),
+    ("presence-penalty", {"type": float, "metavar": "P", "help": "take P off what the answer has (default 0)"}),
+    (
+        "frequency-penalty",
+        {"type": float, "metavar": "F", "help": "take F off for each time it is there (default 0)"},
+    ),
+    ("logit-bias", {"type": token_bias, "action": "append", "metavar": "ID=B", "help": "add B to a token; repeatable"}),
+    ("bad-words", {"action": "append", "metavar": "TEXT", "help": "never say this; repeatable"}),
+    ("min-tokens", {"type": within(0, LARGEST), "metavar": "N", "help": "shortest answer (default 0)"}),
     ("ignore-eos", {"action": argparse.BooleanOptionalAction, "help": "go on past end tokens"}),
 )
 
@@ -37,6 +60,7 @@ def sampling(arguments: argparse.Namespace, **more: Any) -> SamplingParams:
     given.pop("seed", None)  # --seed is the engine's
     if hasattr(arguments, "sampling_seed"):
         given["seed"] = arguments.sampling_seed
-    if "stop" in given:
-        given["stop"] = tuple(given["stop"])
+    for name in ("stop", "logit_bias", "bad_words"):
+        if name in given:
+            given[name] = tuple(given[name])
     return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS} | given | more)

@@ -26,12 +26,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Fields whose other values would change the answer. None is neutral for each.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "bad_words": ([],),
     "allowed_token_ids": (),
     "prompt_logprobs": (),
     "best_of": (1,),
@@ -101,6 +95,12 @@ class Sampling(Body, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
@@ -137,6 +137,12 @@ class Sampling(Body, frozen=True, kw_only=True):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            repetition_penalty=_default(self.repetition_penalty, 1.0),
+            presence_penalty=_default(self.presence_penalty, 0.0),
+            frequency_penalty=_default(self.frequency_penalty, 0.0),
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            bad_words=tuple(self.bad_words or ()),
+            min_tokens=_default(self.min_tokens, 0),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from drivetrain.config import EngineConfig
-from drivetrain.errors import TokenizerError
+from drivetrain.errors import RequestError, TokenizerError
 from drivetrain.models.source import ModelSource, resolve
 from drivetrain.tokens.chat import ChatTemplate, template_source
 from drivetrain.tokens.detokenize import IncrementalDetokenizer
@@ -47,13 +47,13 @@ class ModelText:
 
     def words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences by which texts appear in an answer, at its beginning and behind a space, each
-        once. TokenizerError for a text that has no tokens."""
+        once. RequestError for a text that has no tokens."""
         found: list[tuple[int, ...]] = []
         for text in texts:
             bare = text.lstrip()
             both = [tuple(map(int, self.encode(one, False))) for one in (bare, " " + bare)]
             if not all(both):
-                raise TokenizerError(f"the bad word {text!r} has no tokens", fix="give another one")
+                raise RequestError(f"bad_words holds {text!r}, which has no tokens", param="bad_words")
             found += both
         return tuple(dict.fromkeys(found))
 

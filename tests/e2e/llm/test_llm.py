@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,3 +136,34 @@ def test_the_module_and_a_loop_in_its_own_process_need_no_torch(checkpoint):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["4", "False"], done.stderr
+
+
+def test_penalties_bias_and_bad_words_reach_the_device(llm):
+    ids = random_ids(9, seed=3)
+    plain = llm.generate(ids, GREEDY)[0].completions[0].token_ids
+    biased = llm.generate(ids, replace(GREEDY, logit_bias={77: 100.0}))[0].completions[0].token_ids
+    assert biased == (77,) * 12
+    without = llm.generate(ids, replace(GREEDY, bad_word_ids=((plain[0],),)))[0].completions[0].token_ids
+    assert plain[0] not in without
+    once = llm.generate(ids, replace(GREEDY, repetition_penalty=100.0, logit_bias={77: 5.0}))[0].completions[0]
+    assert len(set(once.token_ids)) == 12
+
+
+def test_bad_words_are_told_as_text(llm):
+    """Letters that a bias makes likely are not said where a bad word is made of them."""
+    (letter,) = llm.encode("Q").tolist()[-1:]
+    asked = replace(GREEDY, logit_bias={letter: 100.0})
+    assert llm.generate("hello", asked)[0].completions[0].text == "Q" * 12
+    answer = llm.generate("hello", replace(asked, bad_words=("QQQ",)))[0].completions[0].text
+    assert "QQQ" not in answer and answer.startswith("QQ")
+    with pytest.raises(RequestError, match="logit_bias names token") as caught:
+        llm.generate("hello", replace(GREEDY, logit_bias={VOCABULARY: 1.0}))
+    assert caught.value.param == "logit_bias"
+
+
+def test_a_stop_string_waits_for_the_minimum(llm):
+    (letter,) = llm.encode("Q").tolist()[-1:]
+    asked = replace(GREEDY, logit_bias={letter: 100.0}, stop=("Q",))
+    assert llm.generate("hello", asked)[0].completions[0].text == ""
+    held = llm.generate("hello", replace(asked, min_tokens=5))[0].completions[0]
+    assert (held.text, held.finish_reason) == ("Q" * 5, "stop")

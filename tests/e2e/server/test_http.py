@@ -161,3 +161,19 @@ def test_engine_serve(checkpoint):
             process.kill()
             process.wait()
         process.stdout.close()
+
+
+def test_penalties_bias_and_bad_words_by_http(server):
+    prompt = random_ids(11, seed=5)
+    (plain,) = tokens_of(server, {"prompt": prompt, "max_tokens": 8})
+    (biased,) = tokens_of(server, {"prompt": prompt, "max_tokens": 8, "logit_bias": {"77": 100}})
+    assert biased == [77] * 8
+    (other,) = tokens_of(server, {"prompt": prompt, "max_tokens": 8, "logit_bias": {str(plain[0]): -100}})
+    assert plain[0] not in other
+    body = {"prompt": prompt, "max_tokens": 8, "logit_bias": {"77": 5}, "repetition_penalty": 100}
+    assert len(set(tokens_of(server, body)[0])) == 8
+    refused = server.client().post(COMPLETION, json={"prompt": prompt, "logit_bias": {"100000": 1}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logit_bias")
+    refused = server.client().post(COMPLETION, json={"prompt": prompt, "min_tokens": 9, "max_tokens": 8})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+    assert tokens_of(server, {"prompt": prompt, "max_tokens": 8}) == [plain]

@@ -25,12 +25,52 @@ from drivetrain.params import SamplingParams
         ("stop", (1,)),
         ("stop_token_ids", ("a",)),
         ("stop_token_ids", (True,)),
+        ("repetition_penalty", "1"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("nan")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("-inf")),
+        ("min_tokens", -1),
+        ("min_tokens", 1.0),
+        ("bad_words", "text"),
+        ("bad_words", ("",)),
+        ("bad_words", ("a",) * 129),
+        ("logit_bias", 5),
     ],
 )
 def test_a_value_of_another_kind_is_named(field, value):
     with pytest.raises(RequestError, match=f"{field} is") as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {5: 100.5}},
+        {"logit_bias": {5: float("nan")}},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": ((5, 1.0), (5, 2.0))},
+        {"logit_bias": dict.fromkeys(range(513), 1.0)},
+        {"bad_word_ids": ((),)},
+        {"bad_word_ids": ((1,) * 17,)},
+        {"bad_word_ids": ((1, -2),)},
+        {"bad_word_ids": (5,)},
+        {"min_tokens": 9, "max_tokens": 8},
+    ],
+)
+def test_what_cannot_change_logits_is_named(fields):
+    name = next(iter(fields))
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == name
+
+
+def test_a_bias_is_a_mapping_or_pairs():
+    assert SamplingParams(logit_bias={5: 1}).logit_bias == ((5, 1),)
+    assert SamplingParams().adjusts is False
+    assert all(SamplingParams(**{name: 1}).adjusts for name in ("presence_penalty", "frequency_penalty", "min_tokens"))
 
 
 @pytest.mark.parametrize(
