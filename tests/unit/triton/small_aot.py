@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from drivetrain_triton import activations, draws, embedding, filters, logprobs, norms, prepare, rope
+from drivetrain_triton import activations, draws, embedding, filters, layer_norms, logprobs, norms, prepare, rope
 
 BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 SIZE, VOCABULARY = 4096, 128256
@@ -34,6 +34,11 @@ def norm_kernels():
     ends.pop("rows")
     long = settings | {"SIZE": 20480, "BLOCK": norms.PIECE, "OWN": False, "ADD": True}
     yield "long_norm", norms._long_norm, tensors | ends, long, 16
+    tensors = {"x": BF16, "residual": F32, "weight": BF16, "bias": BF16, "normed": BF16, "total": F32}
+    strides = {"x_stride": "i32", "residual_stride": "i32"}
+    for add in (True, False):
+        layer = {"EPS": 1e-5, "ADD": add, "SIZE": 6144, "BLOCK": layer_norms.PIECE}
+        yield f"layer_norm_{add}", layer_norms._layer_norm, tensors | strides, layer, 16
 
 
 def pointwise_kernels():
@@ -41,6 +46,8 @@ def pointwise_kernels():
         settings = {"KIND": kind, "SIZE": 14336, "BLOCK": activations.BLOCK}
         signature = {"gate_up": BF16, "out": BF16, "stride": "i32"}
         yield kind, activations._gated, signature, settings, activations.WARPS
+        alone = {"x": BF16, "out": BF16, "stride": "i32"}
+        yield f"plain_{kind}", activations._plain, alone, settings, activations.WARPS
     signature = {"ids": I32, "weight": BF16, "out": BF16, "stride": "i32"}
     settings = {"SCALE": 2.0, "SIZE": SIZE, "BLOCK": embedding.BLOCK}
     yield "lookup", embedding._lookup, signature, settings, embedding.WARPS
