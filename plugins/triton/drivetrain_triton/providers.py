@@ -9,6 +9,8 @@ from drivetrain_api.v1 import (
     ActivationSpec,
     AddLayerNormSpec,
     AddRmsNormSpec,
+    AdjustSpec,
+    CountSpec,
     Decline,
     DrawSpec,
     EmbeddingSpec,
@@ -25,6 +27,7 @@ from drivetrain_api.v1 import (
 )
 
 from .activations import make_gated, make_plain
+from .adjust import make_adjust, make_count
 from .draws import make_draw
 from .embedding import make_embedding
 from .layer_norms import make_add_layer, make_layer
@@ -47,8 +50,10 @@ SMALL: dict[str, Callable[[Any, Target], Any]] = {
     PrepareSpec.op: make_prepare,
     KeepSpec.op: make_keep,
     DrawSpec.op: make_draw,
+    AdjustSpec.op: make_adjust,
+    CountSpec.op: make_count,
 }
-INTEGERS = {PrepareSpec.op: ("int32", "int64"), KeepSpec.op: ("int32",)}
+INTEGERS = {PrepareSpec.op: ("int32", "int64"), KeepSpec.op: ("int32",), CountSpec.op: ("int32",)}
 
 
 def provide_small(spec: OpSpec, target: Target) -> Provided | Decline:

@@ -14,7 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from drivetrain_triton import activations, draws, embedding, filters, layer_norms, logprobs, norms, prepare, rope
+from drivetrain_triton import (
+    activations,
+    adjust,
+    draws,
+    embedding,
+    filters,
+    layer_norms,
+    logprobs,
+    norms,
+    prepare,
+    rope,
+)
 
 BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 SIZE, VOCABULARY = 4096, 128256
@@ -96,6 +107,23 @@ def draw_kernels():
     yield "log_softmax", logprobs._log_softmax, {"logits": F32, "out": F32, "stride": "i32"}, settings, logprobs.WARPS
 
 
+def adjust_kernels():
+    real = ("repetition", "presence", "frequency")
+    signature = {"logits": F32, "out": F32, "slots": I32, "counts": I32} | dict.fromkeys(real, F32)
+    signature |= {"logits_stride": "i32", "strides": ("i32",) * 3}
+    settings = {"V": VOCABULARY, "PENALTY": True, "TILE": adjust.TILE}
+    yield "penalties", adjust._penalties, signature, settings, adjust.WARPS
+    ids = ("position", "bias_ids", "held_ids", "first_stop", "bad_words", "recent")
+    signature |= dict.fromkeys(ids, I32) | {"bias_values": F32, "strides": ("i32",) * 9}
+    settings = {"V": VOCABULARY} | dict.fromkeys(("PENALTY", "BIAS", "HELD", "BAD_WORDS"), True)
+    sizes = {"NUM_BIAS": 512, "NUM_HELD": 128, "NUM_WORDS": 128, "LENGTH": 16, "RING": 16}
+    blocks = {"BIAS_BLOCK": 512, "HELD_BLOCK": 128, "WORDS_BLOCK": 128, "LENGTH_BLOCK": 16}
+    yield "named", adjust._named, signature, settings | sizes | blocks, adjust.WARPS
+    signature = dict.fromkeys(("tokens", "slots", "position", "counts", "recent"), I32)
+    signature |= {"rows": "i32", "recent_stride": "i32"}
+    yield "count", adjust._count, signature, {"V": VOCABULARY, "RING": 16, "BLOCK": adjust.COUNTED}, adjust.WARPS
+
+
 def usage(cubin):
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -122,7 +150,7 @@ def compile_for(arch, function, signature, settings, warps, overlaps):
 def main():
     arch = int(sys.argv[1])
     kept = sys.argv[2] if len(sys.argv) > 2 else None
-    for family in (norm_kernels, pointwise_kernels, step_kernels, draw_kernels):
+    for family in (norm_kernels, pointwise_kernels, step_kernels, draw_kernels, adjust_kernels):
         for name, function, signature, settings, warps in family():
             compiled = compile_for(arch, function, signature, settings, warps, arch >= 90)
             if kept:
