@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from drivetrain.errors import RequestError
+from drivetrain.launch import Parts
 from drivetrain.ops.reference.philox import philox_words
 from drivetrain.params import SamplingParams
+from drivetrain.runner.drafter import RandomDrafter
 from tests.checkpoints import random_ids, tiny_checkpoint
 from tests.e2e.harness import Served
 from tests.families import VOCABULARY
@@ -95,13 +97,18 @@ def pick(x: np.ndarray, asked: SamplingParams, position: int, sample: int) -> in
     return int((x + noise(position, sample)).argmax())
 
 
-def slow(directory: Path, prompt: Sequence[int], asked: SamplingParams, sample: int = 0) -> list[int]:
-    """Every token by a forward over all tokens before it."""
+def slow(
+    directory: Path, prompt: Sequence[int], asked: SamplingParams, sample: int = 0, allowed: int | None = None
+) -> list[int]:
+    """Every token by a forward over all tokens before it. ``allowed``: what ids are modulo 2."""
     output: list[int] = []
     while len(output) < LENGTH:
         with torch.no_grad():
             logits = model_of(directory)(torch.tensor([[*prompt, *output]])).logits[0, -1].numpy()
-        token = pick(changed(logits, prompt, output, asked), asked, len(prompt) + len(output), sample)
+        logits = changed(logits, prompt, output, asked)
+        if allowed is not None:
+            logits[1 - allowed :: 2] = -math.inf
+        token = pick(logits, asked, len(prompt) + len(output), sample)
         if token in asked.stop_token_ids and not (asked.min_tokens and len(output) < asked.min_tokens):
             break
         output.append(token)
@@ -218,3 +225,40 @@ def test_what_cannot_be_is_refused_and_the_next_request_is_served(checkpoint: Pa
     with pytest.raises(RequestError, match="max-adjusted-seqs"):
         off.submit(PROMPTS[0], LENGTH, ASKED["presence"])
     off.close()
+
+
+def test_rows_with_a_slot_go_without_drafts(checkpoint: Path, engine_device: str) -> None:
+    """Others beside them are given drafts, and nobody's tokens change."""
+    served = Served(checkpoint, engine_device, Parts(drafter=RandomDrafter(VOCABULARY, 3), max_drafts=3))
+    serve_all(served, checkpoint)
+    served.close()
+
+
+class Odd:
+    """Allows odd tokens only."""
+
+    def accept(self, token: int) -> bool:
+        return token % 2 == 1
+
+    def mask(self) -> np.ndarray:
+        return np.full(-(-VOCABULARY // 32), -0x55555556, np.int32)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_late_masks_and_penalties_go_together(checkpoint: Path, engine_device: str, depth: int) -> None:
+    """Some requests are aborted while their masks are awaited, and others take their rows and slots."""
+    served, asked = Served(checkpoint, engine_device, depth=depth, max_num_seqs=4, max_adjusted_seqs=3), ASKED["all"]
+    want = [slow(checkpoint, prompt, asked, allowed=1) for prompt in PROMPTS]
+    doomed = [served.submit(PROMPTS[n % 3], LENGTH, asked, Odd(), seed=SEED) for n in range(4)]
+    numbers = [served.submit(PROMPTS[n % 3], LENGTH, asked, Odd(), seed=SEED) for n in range(6)]
+    plain = served.submit(PROMPTS[1], LENGTH, ASKED["presence"], seed=SEED)
+
+    def between(step: int) -> None:
+        if step > 3 and step % 3 == 0 and doomed:
+            served.loop.abort(doomed.pop())
+
+    served.run(between)
+    assert not doomed
+    assert [served.open[number].tokens for number in numbers] == want * 2
+    assert served.open[plain].tokens == wanted(checkpoint)["presence", 1]
+    served.close()

@@ -279,5 +279,6 @@ def late_pack(part: SampleSet, late: LateInput, given_up: np.ndarray, tables: Ro
     pack.add("rows", rows)
     pack.add("mask", late_mask(part, late, vocabulary))
     if part.facts & ADJUSTED:
-        pack.add("slots", tables.slots_of(rows))
+        lost = np.isin(part.arrays.logit_rows, part.arrays.rows[: len(given_up)][given_up])
+        pack.add("slots", tables.slots_of(np.where(lost, tables.padding_row, part.arrays.logit_rows)))
     return pack
