@@ -10,6 +10,7 @@ from drivetrain_api.v1 import (
     ActivationSpec,
     AddLayerNormSpec,
     AddRmsNormSpec,
+    AdjustSpec,
     AttentionSpec,
     Decline,
     DrawSpec,
@@ -25,6 +26,7 @@ from drivetrain_api.v1 import (
     RopeSpec,
 )
 
+from .adjust import Adjust
 from .attention import HostAttention
 from .draws import Draw
 from .linear import HostLinear, RowRule, choose_kernel
@@ -137,6 +139,10 @@ def _draw(own: Providers, spec: Any) -> Provided | Decline:
     return Provided(implementation=Draw(spec, own.threads), label="native: noise for candidates only", traits=INVARIANT)
 
 
+def _adjust(own: Providers, spec: Any) -> Provided | Decline:
+    return Provided(implementation=Adjust(spec), label="native: tokens that a row names only", traits=INVARIANT)
+
+
 def _prepare(own: Providers, spec: Any) -> Provided | Decline:
     kernels, why = usable_kernels()
     if kernels is None:
@@ -165,6 +171,7 @@ MAKERS: dict[str, Callable[[Providers, Any], Provided | Decline]] = {
     GatedActivationSpec.op: _gated,
     RopeSpec.op: _rope,
     DrawSpec.op: _draw,
+    AdjustSpec.op: _adjust,
     PrepareSpec.op: _prepare,
     KeepSpec.op: _keep,
 }

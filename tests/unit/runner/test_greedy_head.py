@@ -17,16 +17,18 @@ from drivetrain.models.source import resolve
 from drivetrain.ops import Ops
 from drivetrain.ops.reference import REFERENCE
 from drivetrain.ops.reference.dense import ReferenceLinear
+from drivetrain.runner.adjusting import AdjustTables, slot_words
 from drivetrain.runner.batch import step_limits
 from drivetrain.runner.drafter import RandomDrafter
 from drivetrain.runner.drawing import DRAW_ELEMENT, Drawer
 from drivetrain.runner.dummies import capture_plan
 from drivetrain.runner.graphs import Captured
 from drivetrain.runner.memory import plan_memory
-from drivetrain.runner.rows import LOGPROBS, NON_GREEDY
+from drivetrain.runner.rows import LOGPROBS, NON_GREEDY, TableShape
 from drivetrain.runner.runner import Runner
 from drivetrain.runner.warmup import warm_up
-from drivetrain_api.v1 import DrawSpec, Fused, LinearSpec, Provided, SamplingInputs
+from drivetrain.sched.plan import AdjustStart
+from drivetrain_api.v1 import DrawSpec, Fused, LinearSpec, Provided, SamplingInputs, torch_runtime
 from tests.checkpoints import tiny_checkpoint
 from tests.unit.runner.devices import device, host
 from tests.unit.runner.fakes import Job, MiniScheduler, drive
@@ -135,6 +137,32 @@ def test_logits_are_made_where_anything_wants_them(facts, alternatives, least, u
     assert torch.equal(got.tokens, want.tokens) and got.tokens.dtype == torch.int32
     assert torch.equal(got.witness.nan_to_num(7.0), want.witness.nan_to_num(7.0))
     assert got.logprobs.keys() == want.logprobs.keys()
+
+
+def test_rows_whose_logits_are_changed_have_logits() -> None:
+    """Greedy rows with a penalty, a bias or a ban, and those beside them in their step, are not drawn without."""
+    ops, head = Ops(host(), block_tokens=16), torch.randn(HIDDEN, VOCABULARY, generator=torch.manual_seed(0))
+    hidden = torch.randn(ROWS, HIDDEN, generator=torch.manual_seed(1))
+
+    class Greedy:
+        def takes(self, rows):
+            return True
+
+        def __call__(self, hidden):
+            raise AssertionError("a run without logits can't see what changes them")
+
+    drawer = Drawer(ops, vocabulary=VOCABULARY, fixed_shapes=False, logits=lambda x: x @ head, greedy=Greedy())
+    shape = TableShape(num_rows=2, max_drafts=0, widths=(1,), slot_dtype="int64", adjusted=1, vocabulary=VOCABULARY)
+    tables = AdjustTables(torch_runtime("cpu"), 3, shape)
+    banned = int((hidden @ head)[0].argmax())
+    start = AdjustStart(slot=0, tokens=np.zeros(1, np.int32), prompt=1, prompt_end=1, bad_words=((banned,),))
+    tables._words[0] = torch.from_numpy(slot_words(start, VOCABULARY))
+    slots = torch.ones(ROWS, dtype=torch.int32)
+    slots[0] = 0
+    adjust = tables.inputs(slots, torch.full((ROWS,), 40, dtype=torch.int32), (False, False, False, True))
+    drawn = drawer.run(hidden, inputs_of(ROWS, **GREEDY), None, adjust)
+    want = (hidden @ head).topk(2).indices
+    assert drawn.tokens.tolist() == [int(want[0, 1]), *want[1:, 0].tolist()]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mirage", "mirage-static"])
