@@ -208,6 +208,36 @@ def test_log_probabilities_are_those_before(checkpoint: Path, engine_device: str
     served.close()
 
 
+def test_who_finds_no_slot_waits_and_others_pass(checkpoint: Path, engine_device: str) -> None:
+    served = Served(checkpoint, engine_device, max_adjusted_seqs=1)
+    holders = [served.submit(PROMPTS[0], LENGTH, ASKED["presence"], seed=SEED) for _ in range(3)]
+    plain = served.submit(PROMPTS[1], LENGTH, ASKED["plain"], seed=SEED)
+    ended: list[int] = []
+
+    def between(step: int) -> None:
+        state = served.loop.scheduler._state
+        assert sum(int(slot) >= 0 for slot in state.table.slot) <= 1
+        served.loop.check_integrity()
+        ended.extend(n for n, done in served.open.items() if done.end is not None and n not in ended)
+
+    served.run(between)
+    order = [*ended, *(n for n in served.open if n not in ended)]
+    assert set(order[:2]) == {holders[0], plain} and order[2:] == holders[1:]
+    assert all(served.open[n].tokens == wanted(checkpoint)["presence", 0] for n in holders)
+    assert served.open[plain].tokens == wanted(checkpoint)["plain", 1]
+    served.close()
+
+
+def test_an_aborted_request_gives_its_slot_back(checkpoint: Path) -> None:
+    served = Served(checkpoint, "cpu", max_adjusted_seqs=1)
+    first = served.submit(PROMPTS[0], LENGTH, ASKED["all"], seed=SEED)
+    second = served.submit(PROMPTS[1], LENGTH, ASKED["presence"], seed=SEED)
+    served.run(lambda step: served.loop.abort(first) if step == 4 else None)
+    assert served.open[first].end.reason == "abort"
+    assert served.open[second].tokens == wanted(checkpoint)["presence", 1]
+    served.close()
+
+
 def test_what_cannot_be_is_refused_and_the_next_request_is_served(checkpoint: Path) -> None:
     served = Served(checkpoint, "cpu")
     for asked, name in (

@@ -91,6 +91,7 @@ class RequestTable:
         self._flat, self._stride = self.tokens.reshape(-1), max_tokens + 1
         self._free = list(range(max_rows - 1, -1, -1))
         self.slot = np.full(max_rows, -1, np.int32)  # where what changes the row's logits lies; -1: nothing does
+        self._max_slots = max_adjusted
         self._free_slots = list(range(max_adjusted - 1, -1, -1))
         self._next_epoch = NO_EPOCH + 1
 
@@ -200,6 +201,8 @@ class RequestTable:
         """AssertionError naming the first row whose counters contradict each other."""
         taken = [row for row, request in enumerate(self.requests) if request is not None]
         assert sorted([*taken, *self._free]) == list(range(self.max_rows)), "rows lost or doubled"
+        slots = [int(slot) for slot in self.slot if slot >= 0]
+        assert sorted([*slots, *self._free_slots]) == list(range(self._max_slots)), "slots lost or doubled"
         for row in taken:
             request = self.requests[row]
             assert request is not None and request.row == row and request.epoch == self.epoch[row], f"row {row}: epoch"

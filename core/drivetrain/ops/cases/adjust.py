@@ -15,6 +15,7 @@ from drivetrain_api.v1 import AdjustInputs, AdjustSpec, CountSpec
 from drivetrain_api.v1.sampling import PROMPT_BIT
 
 SLOTS, RING, BIASES, HELD, WORDS, LONGEST = 5, 4, 6, 3, 7, 4
+FACTS = ("any_penalty", "any_bias", "any_held", "any_bad_words")
 
 
 def adjust_inputs(source: Source, rows: int, vocabulary: int) -> AdjustInputs:
@@ -53,6 +54,12 @@ def adjust_on(place: Place, inputs: AdjustInputs) -> AdjustInputs:
     return AdjustInputs(**values)
 
 
+def only(inputs: AdjustInputs, fact: str) -> AdjustInputs:
+    """Return the inputs where rows need no other work than ``fact``."""
+    facts: dict[str, Any] = {other: other == fact for other in FACTS}
+    return replace(inputs, **facts)
+
+
 def adjust_case(place: Place, name: str, spec: AdjustSpec, logits: torch.Tensor, inputs: AdjustInputs) -> Case:
     """Make one case of sample.adjust; its second result is the logits, which stay as they were."""
 
@@ -66,18 +73,15 @@ def adjust_case(place: Place, name: str, spec: AdjustSpec, logits: torch.Tensor,
 def adjust_cases(place: Place, dtype: str, seed: int) -> Iterator[Case]:
     """All together and each alone, a prime vocabulary and one of a thousand, masked logits."""
     source = Source(dtype, seed)
-    facts = ("any_penalty", "any_bias", "any_held", "any_bad_words")
     for vocabulary in (101, 1009, 64):
         spec = AdjustSpec(dtype=dtype, vocabulary=vocabulary)
         for name, rows in (("empty", 0), ("one row", 1), ("rows", 12)):
             inputs = adjust_inputs(source, rows, vocabulary)
             logits = source.normal(rows, vocabulary, scale=3.0)
             yield adjust_case(place, f"{name} of {vocabulary}", spec, logits, inputs)
-            for fact in facts:
-                alone = replace(inputs, **{other: other == fact for other in facts})
-                yield adjust_case(place, f"{name} of {vocabulary}, {fact}", spec, logits, alone)
-        nothing = replace(inputs, **dict.fromkeys(facts, False))
-        yield adjust_case(place, f"nothing of {vocabulary}", spec, logits, nothing)
+            for fact in FACTS:
+                yield adjust_case(place, f"{name} of {vocabulary}, {fact}", spec, logits, only(inputs, fact))
+        yield adjust_case(place, f"nothing of {vocabulary}", spec, logits, only(inputs, ""))
         masked = torch.where(source.normal(12, vocabulary) > 0, logits, float("-inf"))
         yield adjust_case(place, f"masked of {vocabulary}", spec, masked, inputs)
 
