@@ -13,7 +13,18 @@ from tests.e2e.harness import Served
 from tests.families import long_factors
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
-OTHERS = ("mistral", "qwen2", "llama-yarn", "phi3-partial", "phi3-window", "granite", "gemma2", "olmo2", "starcoder2", "granite_swa")  # families and variants: tokens from the cache and without it
+OTHERS = (
+    "mistral",
+    "qwen2",
+    "llama-yarn",
+    "phi3-partial",
+    "phi3-window",
+    "granite",
+    "gemma2",
+    "olmo2",
+    "starcoder2",
+    "granite_swa",
+)  # families and variants: tokens from the cache and without it
 WAYS = {
     "one_shot": {"max_num_batched_tokens": 256},
     "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
