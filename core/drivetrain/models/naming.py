@@ -37,7 +37,8 @@ class Naming:
         for found, meant in self.prefixes:
             if name.startswith(found):
                 return meant + name.removeprefix(found)
-        return name
+        bare = f"model.{name}"  # models for vectors are stored without their head, and without this beginning
+        return bare if name not in self.names and bare in self.names else name
 
 
 def path_naming(spec: ModelSpec) -> Naming:

@@ -13,14 +13,17 @@ import msgspec
 
 from drivetrain import __version__
 from drivetrain.errors import DrivetrainError
+from drivetrain.models.sentence import Sentence
 from drivetrain.server.admission import Admission
 from drivetrain.server.completions import Completions
+from drivetrain.server.embeddings import Embeddings
 from drivetrain.server.exchange import Exchange, Receive, Scope, Send
 from drivetrain.server.failures import ClientGoneError, Failure, HttpError, failure_of
 from drivetrain.server.frontend import FrontEnd
 from drivetrain.server.metrics import CONTENT_TYPE
 from drivetrain.server.text import TextPool
 from drivetrain.server.tokenizing import Tokenizing
+from drivetrain.server.vectors import Vectors
 
 log = logging.getLogger("drivetrain.server")
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -30,12 +33,14 @@ OPEN_PATHS = frozenset({"/health", "/ready"})  # for probes; any other spelling 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """What the application must know about its operator's wishes."""
+    """What the application must know about its operator's wishes. ``sentence``: reads how the model makes vectors;
+    ModelError where it can't make any."""
 
     model: str
     api_key: str | None = None
     max_queued_requests: int = 1024
     ping_seconds: float = 15.0
+    sentence: Callable[[], Sentence] = Sentence
 
 
 class App:
@@ -47,6 +52,7 @@ class App:
         self._created = int(time.time())
         self._admission = Admission(door.max_queued_requests)
         completions = Completions(front, pool, door.model, door.ping_seconds)
+        embeddings = Embeddings(front, pool, Vectors(front, pool, door.sentence), door.model)
         tokenizing = Tokenizing(front, pool, door.model)
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
@@ -56,6 +62,7 @@ class App:
             MODELS: {"GET": self._models},
             "/v1/completions": {"POST": self._admitted(completions.complete)},
             "/v1/chat/completions": {"POST": self._admitted(completions.chat)},
+            "/v1/embeddings": {"POST": self._admitted(embeddings.embed)},
             "/tokenize": {"POST": self._admitted(tokenizing.tokenize)},
             "/detokenize": {"POST": self._admitted(tokenizing.detokenize)},
         }

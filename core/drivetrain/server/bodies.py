@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from drivetrain.errors import RequestError
+from drivetrain.server.admission import UnavailableError
+from drivetrain.server.assembly import Delta
 from drivetrain.server.exchange import Exchange
-from drivetrain.server.failures import Failure, HttpError, invalid
+from drivetrain.server.failures import Failure, HttpError, failure_of, invalid
+from drivetrain.server.frontend import Reply
 from drivetrain.server.openai import Request, decode
 from drivetrain.server.text import Text
 
@@ -51,3 +54,13 @@ def token_ids(ids: Sequence[int], vocabulary: int, param: str) -> np.ndarray:
         if not 0 <= token < vocabulary:
             raise RequestError(f"{param} holds {token}, which is no token id of this model", param=param)
     return np.asarray(ids, np.int32)
+
+
+def require_good(delta: Delta, reply: Reply) -> None:
+    """Raise what ended a choice, when that is no regular end."""
+    if delta.finish not in ("error", "abort"):
+        return
+    message = delta.error or "the request was aborted by the server"
+    if reply.lost:
+        raise HttpError(failure_of(UnavailableError(message, retry_after=1)))
+    raise HttpError(Failure(status=500, message=message, kind="server_error"))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from drivetrain.params import SamplingParams
-from drivetrain.server.admission import UnavailableError
 from drivetrain.server.assembly import Delta
-from drivetrain.server.bodies import read_body, require_template, token_ids
+from drivetrain.server.bodies import read_body, require_good, require_template, token_ids
 from drivetrain.server.exchange import Exchange
-from drivetrain.server.failures import Failure, HttpError, failure_of
 from drivetrain.server.frontend import FrontEnd, Job, Reply
 from drivetrain.server.openai import ChatRequest, CompletionRequest, Sampling
 from drivetrain.server.replies import ChatForm, Choice, CompletionForm, Form, Wanted
@@ -109,7 +107,7 @@ class Completions:
         choices = [Choice() for _ in range(num_choices)]
         while not reply.done:
             for delta in await reply.next():
-                self._check(delta, reply)
+                require_good(delta, reply)
                 choices[delta.index].add(delta)
         if not reply.abandoned:
             await exchange.answer(200, form.whole(choices, reply))
@@ -122,7 +120,7 @@ class Completions:
         while not reply.done:
             deltas = await reply.next(self._ping_seconds)
             for delta in deltas:
-                self._check(delta, reply)
+                require_good(delta, reply)
             if deltas:
                 await exchange.event(*map(form.chunk, deltas))
             elif not reply.done:
@@ -133,15 +131,6 @@ class Completions:
             await exchange.event(form.closing(reply))
         await exchange.event(b"[DONE]")
         await exchange.end()
-
-    def _check(self, delta: Delta, reply: Reply) -> None:
-        """Raise what ended a choice, when that is no regular end."""
-        if delta.finish not in ("error", "abort"):
-            return
-        message = delta.error or "the request was aborted by the server"
-        if reply.lost:
-            raise HttpError(failure_of(UnavailableError(message, retry_after=1)))
-        raise HttpError(Failure(status=500, message=message, kind="server_error"))
 
 
 def wanted(request: Sampling, sampling: SamplingParams) -> Wanted:

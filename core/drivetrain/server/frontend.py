@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from drivetrain.errors import DrivetrainError, RequestError
 from drivetrain.fanout import FanOut, Prompt, check_budget
-from drivetrain.params import SamplingParams, TokenLogprobs
+from drivetrain.params import PoolingParams, SamplingParams, TokenLogprobs
 from drivetrain.server.admission import UnavailableError
 from drivetrain.server.assembly import Delta, TextAssembly
 from drivetrain.server.child import LoopSpec
@@ -40,7 +40,8 @@ RESTART_SECONDS = 5
 class Job:
     """What one HTTP request asks of the loop. Choices are numbered prompt by prompt, ``sampling.n`` each.
 
-    ``max_tokens`` None: up to the model's length. ``arrival``: on the monotonic clock.
+    ``max_tokens`` None: up to the model's length. ``arrival``: on the monotonic clock. ``pooling``: vectors are wanted,
+    no tokens; prompts have 1 token to the model's length.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -50,6 +51,7 @@ class Job:
     cache_salt: str = ""
     priority: int = 0
     skip_special: bool = True
+    pooling: PoolingParams | None = None
 
 
 class Reply:
@@ -59,6 +61,7 @@ class Reply:
         self.prompt_tokens = prompt_tokens
         self.arrival = arrival
         self.sequences: dict[int, Sequence] = {}
+        self.vectors: dict[int, np.ndarray] = {}  # by prompt; float32 [hidden]
         self.lost = False  # the loop went away under it
         self._open_choices = num_choices
         self._not_accepted = num_choices
@@ -217,7 +220,8 @@ class FrontEnd:
         RequestError when the job can't be served, UnavailableError when there is no loop.
         """
         text = self.check_ready()
-        budgets = [check_budget(self.model.max_model_len, len(prompt), job.max_tokens) for prompt in job.prompts]
+        longest = self.model.max_model_len + (job.pooling is not None)  # a vector needs no room behind its prompt
+        budgets = [check_budget(longest, len(prompt), job.max_tokens) for prompt in job.prompts]
         sampling = job.sampling
         bad_words = text.words(sampling.bad_words) if sampling.bad_words else ()
         reply = Reply(len(job.prompts) * sampling.n, sum(map(len, job.prompts)), job.arrival)
@@ -240,7 +244,7 @@ class FrontEnd:
                 )
                 sequence = Sequence(request.request_id, place, reply, assembly)
                 reply.sequences[request.request_id] = self._held[request.request_id] = sequence
-                self.supervisor.send(submit_of(request))
+                self.supervisor.send(submit_of(replace(request, pooling=job.pooling) if job.pooling else request))
         try:
             await reply.accepted()
         except BaseException:
@@ -326,6 +330,8 @@ class FrontEnd:
     def _finish(self, end: End) -> None:
         sequence = self._held.pop(end.request_id, None)
         if sequence is not None:
+            if end.pooled is not None:
+                sequence.reply.vectors[sequence.prompt] = end.pooled.numpy()
             delta = sequence.assembly.finish(end.reason, end.error)
             self.metrics.finished.labels(delta.finish).inc()
             sequence.reply.push(delta)

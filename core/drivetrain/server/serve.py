@@ -17,6 +17,7 @@ import uvicorn
 
 from drivetrain.config import EngineConfig, ServerConfig
 from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.models.sentence import read_sentence
 from drivetrain.server.app import App, Door
 from drivetrain.server.child import LoopSpec
 from drivetrain.server.frontend import FrontEnd
@@ -52,6 +53,7 @@ def serve_spec(
         model=engine.served_model_name or engine.model,
         api_key=server.api_key,
         max_queued_requests=server.max_queued_requests,
+        sentence=partial(read_sentence, engine.model, engine.revision),
     )
     config = uvicorn.Config(
         App(front, pool, door),

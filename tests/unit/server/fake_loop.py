@@ -2,7 +2,8 @@
 
 ``SAY text``: the answer is ``text``, then the end token. ``REFUSE``, ``BADSUBMIT``: submit raises. ``ERROR``: the
 request fails after two tokens. ``CRASH``: the process dies by SIGKILL at the next step. ``RAISE``: a step raises.
-``HANG``: a step never ends. Anything else: letters that depend on the prompt, the seed and the sample, without end.
+``HANG``: a step never ends. Pooling: the prompt's first three bytes, of length 1 if wanted; ``cls`` adds 1 to
+each and ``mean`` 2. Anything else: letters that depend on the prompt, the seed and the sample, without end.
 """
 
 from __future__ import annotations
@@ -101,9 +102,11 @@ class FakeLoop:
 
     def draw(self, one: Running) -> tuple[list[int], Finished | None]:
         request, fresh = one.request, []
+        if request.pooling is not None and b"ERROR" not in bytes(request.prompt_ids.astype(np.uint8)):
+            return fresh, Finished(request_id=request.request_id, reason="stop", pooled=vector(request))
         for _ in range(self.per_step):
             at = len(one.tokens)
-            if b"ERROR" in bytes(request.prompt_ids.astype(np.uint8)) and at == 2:
+            if b"ERROR" in bytes(request.prompt_ids.astype(np.uint8)) and (at == 2 or request.pooling is not None):
                 return fresh, Finished(request_id=request.request_id, reason="error", error="logits are not finite")
             token = self.token(one, at)
             if token == EOS and not request.sampling.ignore_eos:
@@ -129,6 +132,13 @@ class FakeLoop:
 
     def close(self) -> None:
         self.closed = True
+
+
+def vector(request: GenerateRequest) -> np.ndarray:
+    found = np.zeros(3, np.float32)
+    found[: len(request.prompt_ids)] = request.prompt_ids[:3]
+    found += {"last": 0, "cls": 1, "mean": 2}[request.pooling.kind]
+    return found / np.linalg.norm(found) if request.pooling.normalize else found
 
 
 def report(token: int, width: int) -> TokenLogprobs:

@@ -6,12 +6,14 @@ import re
 
 import pytest
 
+from drivetrain.server.embeddings import EmbeddingRequest
 from drivetrain.server.tokenizing import DetokenizeRequest, TokenizeRequest
 from tests.unit.server.fakes import ROOT
 
 PAGE = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 BODIES = {
     "POST /tokenize": TokenizeRequest,
+    "POST /v1/embeddings": EmbeddingRequest,
     "POST /detokenize": DetokenizeRequest,
 }
 
