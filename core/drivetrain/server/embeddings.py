@@ -86,7 +86,8 @@ def cut(embedded: Embedded, dimensions: int | None) -> np.ndarray:
     if dimensions is None or not embedded.normalized:
         return vectors
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
-    return (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    unit: np.ndarray = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    return unit
 
 
 def _answer(embedded: Embedded, request: EmbeddingRequest, model: str) -> bytes:

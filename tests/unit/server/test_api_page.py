@@ -7,11 +7,14 @@ import re
 import pytest
 
 from drivetrain.server.embeddings import EmbeddingRequest
+from drivetrain.server.openai import HINTS, NEUTRAL, ChatRequest, CompletionRequest
 from drivetrain.server.tokenizing import DetokenizeRequest, TokenizeRequest
 from tests.unit.server.fakes import ROOT
 
 PAGE = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 BODIES = {
+    "POST /v1/chat/completions": ChatRequest,
+    "POST /v1/completions": CompletionRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /v1/embeddings": EmbeddingRequest,
     "POST /detokenize": DetokenizeRequest,
@@ -27,3 +30,11 @@ def test_the_page_names_each_field_of_a_body_and_no_other(title):
     supported = {name for name, row in named.items() if "| supported |" in row}
     assert supported == set(BODIES[title].__struct_fields__)
     assert all(re.search(r"\| (supported|ignored|refused) \|", row) for row in rows)
+
+
+def test_the_page_names_what_is_refused_and_what_is_ignored():
+    refused = PAGE.partition("## Refused everywhere")[2]
+    columns = [one.split("|")[1] for one in refused.splitlines() if one.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(columns))) == set(NEUTRAL)
+    (hints,) = [one for one in PAGE.splitlines() if "ignored: about the caller" in one]
+    assert set(re.findall(r"`(\w+)`", hints)) == set(HINTS)
