@@ -7,17 +7,14 @@ looked at for that. The cases of the ops' references serve for all ops that have
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from sanitize_engine import DTYPE, SEED, engine
 from torch.overrides import TorchFunctionMode
 
 import drivetrain_triton
@@ -40,7 +37,7 @@ from drivetrain_cuda.ops import Providers
 from drivetrain_triton import launch
 from drivetrain_triton.target import Target
 
-DTYPE, SEED, FP8 = "bfloat16", 47, "float8_e4m3fn"
+FP8 = "float8_e4m3fn"
 OF_128 = Shape(heads=4, kv_heads=2, head_dim=128, v_head_dim=128)
 OF_20 = Shape(heads=6, kv_heads=2, head_dim=20, v_head_dim=20)
 WIDE = Shape(heads=2, kv_heads=1, head_dim=256, v_head_dim=256)
@@ -119,7 +116,8 @@ def kept_in(spec: AttentionSpec, site: Site, kept: str) -> AttentionSpec:
 
 def pointwise(site: Site) -> None:
     """Norms, activations, rotations, embedding."""
-    cases(site, "norm.rms", "norm.add_rms", "activation.gated", "rope.angles", "rope.apply", "embedding")
+    cases(site, "norm.rms", "norm.add_rms", "norm.layer", "norm.add_layer", "activation.gated", "activation.plain")
+    cases(site, "rope.angles", "rope.apply", "embedding")
     for size in (1024, LONG):
         weight, x, residual = site.random(size), site.random(3, size), site.random(3, size, dtype="float32")
         alone, add = (
@@ -129,8 +127,8 @@ def pointwise(site: Site) -> None:
 
 
 def sampling(site: Site) -> None:
-    """A step's preparation, every kind of draw, what is kept, logprobs."""
-    cases(site, "input.prepare", "sample.draw", "sample.keep")
+    """A step's preparation, every kind of draw, what is kept and counted, penalties, logprobs."""
+    cases(site, "input.prepare", "sample.draw", "sample.keep", "sample.adjust", "sample.count")
     cases(site, "sample.draw", dtype="float32")
     cases(site, "sample.logprobs", deterministic=True)
 
@@ -310,53 +308,18 @@ def control(name: str, site: Site) -> None:
     run_control(name, site.device)
 
 
-SIZES = {
-    "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096,
-}  # fmt: skip
-# (prompt lengths, new tokens): together in one engine, one after the other
-REQUESTS = (((300,), 2), ((20, 3), 2), ((40,) * 8, 2), ((17,) * 40, 2), ((700,), 3), ((260, 1, 9, 130), 2))
-
-
-def engine(site: Site) -> None:
-    """A two-layer model with heads of 128 serves random prompts without graphs: prompts alone and beside decode rows, 1
-    to 40 decode rows, long and short rows, every way of sampling."""
-    from device_models import MODELS
-    from device_offline import Offline
-
-    from drivetrain.config import EngineConfig
-    from drivetrain.params import GenerateRequest, SamplingParams
-
-    ways = [
-        SamplingParams(temperature=0.0, ignore_eos=True),
-        SamplingParams(temperature=0.8, ignore_eos=True, seed=1),
-        SamplingParams(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, ignore_eos=True, seed=2, logprobs=2),
-    ]
-    random = np.random.default_rng(SEED)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODELS["C"] | SIZES), encoding="utf-8")
-        config = EngineConfig(
-            model=folder, device="cuda", dtype=DTYPE, load_format="dummy", max_model_len=1024, max_num_seqs=48,
-            max_num_batched_tokens=1024, cache_bytes=32 << 20, backend_options={"graphs": "off"},
-        )  # fmt: skip
-        opened, number = Offline(config, "inline"), 0
-        for lengths, new in REQUESTS:
-            for length in lengths:
-                prompt = random.integers(0, SIZES["vocab_size"], length, dtype=np.int32)
-                opened.loop.submit(
-                    GenerateRequest(
-                        request_id=number, prompt_ids=prompt, sampling=ways[number % 3], max_tokens=new, seed=number
-                    )
-                )
-                number += 1
-            tokens = 0
-            while opened.loop.has_work():
-                tokens += sum(len(outputs.tokens) for outputs in opened.loop.step())
-            if tokens != len(lengths) * new:
-                raise RuntimeError(f"{tokens} tokens came of {len(lengths)} prompts of {new}")
-        opened.close()
-
-
+SAMPLING = (
+    "_prepare",
+    "_scan",
+    "_choose",
+    "_scale",
+    "_limits",
+    "_keep",
+    "_log_softmax",
+    "_named",
+    "_penalties",
+    "_count",
+)
 LOADS = (
     Load("orderly", partial(control, "orderly"), ("orderly",), ahead=False),
     Load("prompts", prompts, ("prompt_kernel", "write_kernel")),
@@ -365,8 +328,12 @@ LOADS = (
     Load("products", products, ("row_products", "fragment_products", "stream_products", "normed_row_products")),
     Load("decoding", decoding, ("token_kernel", "rotate_kernel")),
     Load("attention", attention, ("write_kernel", "decode_kernel", "merge_kernel", "prefill_kernel")),
-    Load("pointwise", pointwise, ("_norm", "_long_norm", "_gated", "_lookup", "_angles", "_rotate")),
-    Load("sampling", sampling, ("_prepare", "_scan", "_choose", "_scale", "_limits", "_keep", "_log_softmax")),
+    Load(
+        "pointwise",
+        pointwise,
+        ("_norm", "_layer_norm", "_long_norm", "_gated", "_plain", "_lookup", "_angles", "_rotate"),
+    ),
+    Load("sampling", sampling, SAMPLING),
     Load("invariant", invariant, ("invariant_kernel", "join_kernel", "invariant_products", "add_shares")),
     Load("engine", engine, ("prompt_kernel", "token_stream_kernel", "row_products", "stream_products"), ahead=False),
     Load("racing", partial(control, "racing"), ("racing",), ahead=False),
@@ -394,6 +361,3 @@ def site_of(device: str) -> Site:
     runtime = torch_runtime(device, 0)
     storage = torch_storage(runtime, BLOCK_TOKENS, SLOTS)
     return Site(Place(runtime=runtime, storage=storage), target_of(runtime.device, overlap=True))
-
-
-__all__ = ["LOADS", "Load", "Poisoned", "Site", "every_kernel", "site_of"]
