@@ -21,6 +21,7 @@ from drivetrain.server.exchange import Exchange, Receive, Scope, Send
 from drivetrain.server.failures import ClientGoneError, Failure, HttpError, failure_of
 from drivetrain.server.frontend import FrontEnd
 from drivetrain.server.metrics import CONTENT_TYPE
+from drivetrain.server.scoring import Scoring
 from drivetrain.server.text import TextPool
 from drivetrain.server.tokenizing import Tokenizing
 from drivetrain.server.vectors import Vectors
@@ -52,7 +53,8 @@ class App:
         self._created = int(time.time())
         self._admission = Admission(door.max_queued_requests)
         completions = Completions(front, pool, door.model, door.ping_seconds)
-        embeddings = Embeddings(front, pool, Vectors(front, pool, door.sentence), door.model)
+        vectors = Vectors(front, pool, door.sentence)
+        embeddings, scoring = Embeddings(front, pool, vectors, door.model), Scoring(front, vectors, door.model)
         tokenizing = Tokenizing(front, pool, door.model)
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
@@ -63,6 +65,8 @@ class App:
             "/v1/completions": {"POST": self._admitted(completions.complete)},
             "/v1/chat/completions": {"POST": self._admitted(completions.chat)},
             "/v1/embeddings": {"POST": self._admitted(embeddings.embed)},
+            "/v1/score": {"POST": self._admitted(scoring.score)},
+            "/v1/rerank": {"POST": self._admitted(scoring.rerank)},
             "/tokenize": {"POST": self._admitted(tokenizing.tokenize)},
             "/detokenize": {"POST": self._admitted(tokenizing.detokenize)},
         }

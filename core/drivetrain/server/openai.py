@@ -246,9 +246,11 @@ def decode(body: bytes, kind: type[Request]) -> tuple[Request, tuple[str, ...]]:
         raise invalid("the body is nested too deeply") from None
     unknown = []
     for name, raw in fields.items():
+        if name in kind.__struct_fields__:
+            continue
         if name in NEUTRAL:
             _check_neutral(name, raw)
-        elif name not in kind.__struct_fields__ and name not in HINTS:
+        elif name not in HINTS:
             unknown.append(name)
     return request, tuple(unknown)
 

@@ -8,6 +8,7 @@ import pytest
 
 from drivetrain.server.embeddings import EmbeddingRequest
 from drivetrain.server.openai import HINTS, NEUTRAL, ChatRequest, CompletionRequest
+from drivetrain.server.scoring import RerankRequest, ScoreRequest
 from drivetrain.server.tokenizing import DetokenizeRequest, TokenizeRequest
 from tests.unit.server.fakes import ROOT
 
@@ -17,6 +18,8 @@ BODIES = {
     "POST /v1/completions": CompletionRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /v1/embeddings": EmbeddingRequest,
+    "POST /v1/score": ScoreRequest,
+    "POST /v1/rerank": RerankRequest,
     "POST /detokenize": DetokenizeRequest,
 }
 
