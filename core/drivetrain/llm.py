@@ -138,7 +138,7 @@ class LLM:
         self.close()
 
     def _check(self, request: GenerateRequest) -> None:
-        if request.sampling.adjusts:
+        if request.adjusts:
             check_adjusts(request, self.config.max_adjusted_seqs, self.vocabulary)
 
     def _encode(self, prompts: Prompts) -> list[np.ndarray]:

@@ -90,7 +90,7 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed before a draw, so that the request needs a slot on the device."""
+        """Whether logits are changed before a draw."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         return penalties or bool(self.logit_bias or self.bad_words or self.bad_word_ids or self.min_tokens)
 
@@ -190,6 +190,11 @@ class GenerateRequest:
     positions: np.ndarray | None = None
     grammar: str | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the request needs a slot on the device: it draws tokens, from changed logits."""
+        return self.pooling is None and self.sampling.adjusts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

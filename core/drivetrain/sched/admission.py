@@ -55,7 +55,7 @@ def check(state: SchedulerState, asked: GenerateRequest) -> None:
         raise RequestError(f"max_tokens is {asked.max_tokens}; it must be 1 or more", param="max_tokens")
     if asked.positions is not None and not state.config.grid_positions:
         raise RequestError("this model's positions have one row", fix="leave positions out", param="positions")
-    if asked.sampling.adjusts and asked.pooling is None:
+    if asked.adjusts:
         check_adjusts(asked, state.config.max_adjusted_seqs, state.config.vocabulary)
     for name, value in (("embeds", asked.embeds), ("positions", asked.positions)):
         if value is not None and value.shape[0 if name == "embeds" else 1] != num:

@@ -102,7 +102,7 @@ class RequestTable:
 
     def has_slot(self, request: Request) -> bool:
         """Return whether there is a slot for a request, or it needs none."""
-        return bool(self._free_slots) or not request.asked.sampling.adjusts or request.asked.pooling is not None
+        return bool(self._free_slots) or not request.asked.adjusts
 
     def start(self, request: Request, computed: int) -> int:
         """Give a request a row and a new epoch; ``computed`` of its tokens are valid in the cache."""
@@ -121,7 +121,7 @@ class RequestTable:
         self.late[row] = request.grammar is not None
         self.num_late += request.grammar is not None
         self.unsampled[row] = False
-        if request.asked.sampling.adjusts and request.asked.pooling is None:
+        if request.asked.adjusts:
             self.slot[row] = self._free_slots.pop()
         self.tokens[row, :known] = request.tokens
         stops = stop_ids(request.asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -61,19 +62,23 @@ def _plain(x, out, stride, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.con
     tl.store(out + row * SIZE + column, activated(value.to(tl.float32), KIND).to(value.dtype), mask=inside)
 
 
+def _shape(spec: ActivationSpec | GatedActivationSpec, target: Target) -> tuple[int, dict[str, Any]]:
+    """Return how many programs a row takes, and a launch's options."""
+    block = min(BLOCK, triton.next_power_of_2(spec.size))
+    settings = {"KIND": spec.kind, "SIZE": spec.size, "BLOCK": block, "OVERLAPS": target.overlaps, "num_warps": WARPS}
+    return triton.cdiv(spec.size, block), settings | target.options
+
+
 def make_plain(spec: ActivationSpec, target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
     """activation.plain/1: ``fn(x [T, size]) -> [T, size]``."""
-    size = spec.size
-    block = min(BLOCK, triton.next_power_of_2(size))
-    pieces = triton.cdiv(size, block)
-    settings = {"KIND": spec.kind, "SIZE": size, "BLOCK": block, "OVERLAPS": target.overlaps} | target.options
+    size, (pieces, settings) = spec.size, _shape(spec, target)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if out.numel():
             if x.dim() != 2 or x.stride(-1) != 1:
                 x = x.reshape(-1, size).contiguous()
-            _plain[(x.shape[0], pieces)](x, out, x.stride(0), num_warps=WARPS, **settings)
+            _plain[(x.shape[0], pieces)](x, out, x.stride(0), **settings)
         return out
 
     return plain
@@ -81,17 +86,14 @@ def make_plain(spec: ActivationSpec, target: Target) -> Callable[[torch.Tensor],
 
 def make_gated(spec: GatedActivationSpec, target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
     """activation.gated/1: ``fn(gate_up [T, 2 * size]) -> [T, size]``."""
-    size = spec.size
-    block = min(BLOCK, triton.next_power_of_2(size))
-    pieces = triton.cdiv(size, block)
-    settings = {"KIND": spec.kind, "SIZE": size, "BLOCK": block, "OVERLAPS": target.overlaps} | target.options
+    size, (pieces, settings) = spec.size, _shape(spec, target)
 
     def gated(gate_up: torch.Tensor) -> torch.Tensor:
         out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
         if out.numel():
             if gate_up.dim() != 2 or gate_up.stride(-1) != 1:
                 gate_up = gate_up.reshape(-1, 2 * size).contiguous()
-            _gated[(gate_up.shape[0], pieces)](gate_up, out, gate_up.stride(0), num_warps=WARPS, **settings)
+            _gated[(gate_up.shape[0], pieces)](gate_up, out, gate_up.stride(0), **settings)
         return out
 
     return gated

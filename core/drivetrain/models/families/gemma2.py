@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.models.families.config import Fields, check_heads, sliding_layers
-from drivetrain.models.families.gemma3 import TABLE
+from drivetrain.models.families.config import Fields, sliding_layers
+from drivetrain.models.families.gemma3 import TABLE, layers
 from drivetrain.models.families.ropes import read_rope
 from drivetrain.models.naming import Naming, named
-from drivetrain.models.spec import AttentionMixer, GatedMlp, LayerSpec, ModelSpec, RmsNorm
+from drivetrain.models.spec import LayerSpec, ModelSpec, RmsNorm
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 # What a configuration has where it leaves the key out; null is no cap and no window.
@@ -46,27 +46,6 @@ def naming(spec: ModelSpec) -> Naming:
 
 
 def _layers(fields: Fields, norm: RmsNorm, head_dim: int) -> tuple[LayerSpec, ...]:
-    heads, kv_heads = fields.whole("num_attention_heads", 8), fields.whole("num_key_value_heads", 4)
-    check_heads(heads, kv_heads)
-    bias = fields.flag("attention_bias")
     window = fields.whole("sliding_window") if fields.has("sliding_window") else None
-    ffn = GatedMlp(
-        intermediate=fields.whole("intermediate_size", 9216),
-        activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
-    )
-
-    def layer(sliding: bool) -> LayerSpec:
-        mixer = AttentionMixer(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            v_head_dim=head_dim,
-            scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-            window=window if sliding else None,
-            soft_cap=fields.maybe_number("attn_logit_softcapping"),
-            qkv_bias=bias,
-            out_bias=bias,
-        )
-        return LayerSpec(mixer=mixer, ffn=ffn, mixer_norm=norm, post_mixer_norm=norm, ffn_norm=norm, post_ffn_norm=norm)
-
-    return tuple(layer(sliding) for sliding in sliding_layers(fields, fields.whole("num_hidden_layers", 26), every=2))
+    kinds = sliding_layers(fields, fields.whole("num_hidden_layers", 26), every=2)
+    return layers(fields, norm, head_dim, [(window if sliding else None, 0) for sliding in kinds])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.errors import ModelError
@@ -74,6 +74,20 @@ def naming(spec: ModelSpec) -> Naming:
 
 
 def _layers(fields: Fields, norm: RmsNorm, head_dim: int) -> tuple[LayerSpec, ...]:
+    kinds = sliding_layers(fields, fields.whole("num_hidden_layers", 26), every=6)
+    window = fields.whole("sliding_window", 4096) if any(kinds) else None
+    places = [(window, SLIDING) if sliding else (None, FULL) for sliding in kinds]
+    return layers(fields, norm, head_dim, places, head_norm=norm)
+
+
+def layers(
+    fields: Fields,
+    norm: RmsNorm,
+    head_dim: int,
+    places: Sequence[tuple[int | None, int]],
+    head_norm: RmsNorm | None = None,
+) -> tuple[LayerSpec, ...]:
+    """Return Gemma's layers of four norms. ``places``: (window, index of its rope) of each."""
     heads, kv_heads = fields.whole("num_attention_heads", 8), fields.whole("num_key_value_heads", 4)
     check_heads(heads, kv_heads)
     bias = fields.flag("attention_bias")
@@ -82,23 +96,23 @@ def _layers(fields: Fields, norm: RmsNorm, head_dim: int) -> tuple[LayerSpec, ..
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
     )
 
-    def layer(sliding: bool) -> LayerSpec:
+    def layer(window: int | None, rope: int) -> LayerSpec:
         mixer = AttentionMixer(
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             v_head_dim=head_dim,
             scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-            rope=SLIDING if sliding else FULL,
-            window=fields.whole("sliding_window", 4096) if sliding else None,
+            rope=rope,
+            window=window,
             soft_cap=fields.maybe_number("attn_logit_softcapping"),
-            head_norm=norm,
+            head_norm=head_norm,
             qkv_bias=bias,
             out_bias=bias,
         )
         return LayerSpec(mixer=mixer, ffn=ffn, mixer_norm=norm, post_mixer_norm=norm, ffn_norm=norm, post_ffn_norm=norm)
 
-    return tuple(layer(sliding) for sliding in sliding_layers(fields, fields.whole("num_hidden_layers", 26), every=6))
+    return tuple(layer(window, rope) for window, rope in places)
 
 
 def _ropes(fields: Fields, head_dim: int) -> tuple[Rope, Rope]:
