@@ -64,6 +64,11 @@ def wait_until(condition) -> bool:
     return condition()
 
 
+def heard() -> None:
+    """The command hears of SIGHUP even where these tests run under nohup, which commands go by."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @linux
 @pytest.mark.parametrize(
     ("command", "number"),
@@ -82,6 +87,7 @@ def test_a_signal_while_the_device_is_probed_leaves_nothing(tmp_path, command, n
         [sys.executable, "-m", "drivetrain", command, "none", "--device", "stuck", *words],
         env={**os.environ, "PYTHONPATH": path, "NOTE": str(note), "TMPDIR": str(sockets)},
         stderr=subprocess.PIPE,
+        preexec_fn=heard,
     )
     begun = Path(f"/proc/{engine.pid}/task/{engine.pid}/children")
     try:
